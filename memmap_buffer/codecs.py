@@ -45,7 +45,7 @@ class Zstd:
     takes_dictionary: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_count("Zstd: level", self.level, 1, 19)
+        object.__setattr__(self, "level", check_count("Zstd: level", self.level, 1, 19))
 
     def require_fits(self, dtype: str, shape: tuple[int, ...]) -> None:
         """All numbers fit."""
@@ -158,7 +158,7 @@ class Jpeg:
     takes_dictionary: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_count("Jpeg: quality", self.quality, 1, 100)
+        object.__setattr__(self, "quality", check_count("Jpeg: quality", self.quality, 1, 100))
         if self.subsampling not in ("444", "422", "420"):
             raise SchemaError(f"Jpeg: subsampling: got {self.subsampling!r}, expected '444', '422' or '420'")
 

@@ -142,17 +142,12 @@ def copy_rows(
     """
     field, coded = layout.schema.fields[name], source.maps.coded.get(name)
     before = after = EMPTY
-    if not field.is_coded and coded is None:
-        step = max(1, CHUNK // field.itemsize)
-        for begin in range(rows.start, rows.stop, step):
-            values = source.maps.rows[name][begin : min(begin + step, rows.stop)]
-            write_all(there[name], values, layout.row_offset(name, row + begin - rows.start))
-            before = add_rows(before, values)
-        return Copied(checksum_of(before), checksum_of(before))
-    room = _room(field, layout.max_timesteps)
-    step, at = max(1, CODED_CHUNK // field.itemsize), slot * room if field.is_list else row * field.itemsize
+    is_raw, room = not field.is_coded and coded is None, _room(field, layout.max_timesteps)
+    step = max(1, (CHUNK if is_raw else CODED_CHUNK) // field.itemsize)
+    at = slot * room if field.is_list else row * field.itemsize
     for begin in range(rows.start, rows.stop, step):
-        stored = source.maps.rows[name][begin : min(begin + step, rows.stop)].copy()  # it may be written to meanwhile
+        there_now = source.maps.rows[name][begin : min(begin + step, rows.stop)]
+        stored = there_now if is_raw else there_now.copy()  # it may be written to meanwhile
         values, blobs = stored, list[bytes]()
         if coded is None:
             before = add_rows(before, stored)
@@ -165,7 +160,7 @@ def copy_rows(
                 values = _decoded(source, name, stored)
         if not field.is_coded:
             write_all(there[name], values, layout.row_offset(name, row))
-            after = add_rows(after, values)
+            after = before if is_raw else add_rows(after, values)
         else:
             if name in recoding.anew:
                 dictionary = recoding.dictionaries.get(name)

@@ -69,7 +69,9 @@ def snapshot(source: Storage, path: Path) -> None:
             for slot, record in _copy_slots(source, here, there).items():
                 write_all(there["/episodes"], record, layout.arrays["/episodes"].offset(slot))
         words = counters(source) | {name: source.state(name) for name in ("term", "nonce", "changes")}
-        write_counters(there["/state"], layout, words | ({"suspect": words["next"]} if _doubtful(source) else {}))
+        if source.state("suspect") or source.first_unsettled is not None:  # in doubt there: then in the copy, too
+            words["suspect"] = words["next"]
+        write_counters(there["/state"], layout, words)
 
 
 @contextmanager
@@ -146,11 +148,6 @@ def write_counters(fd: int, layout: Layout, words: dict[str, int]) -> None:
     """Write words of a state.npy that is open."""
     for name, value in words.items():
         write_word(fd, value, layout.arrays["/state"].offset(0) + 8 * STATE_WORD[name])
-
-
-def _doubtful(source: Storage) -> bool:
-    """Whether something in the source may be spoilt: then it is in doubt in the copy too."""
-    return bool(source.state("suspect")) or source.first_unsettled is not None
 
 
 def _following(source: Storage) -> int:

@@ -43,6 +43,7 @@ WHOLE = 16384  # blocks of a mirror that are looked at all together
 DIGESTS = "mirror/digests"
 PATIENCE = 60.0  # seconds in which no room was found, or no rows stayed until they were copied
 OPENINGS = 5
+_NOT_WHOLE = (FileNotFoundError, NotADirectoryError, CorruptBufferError)  # what opening a local copy raises
 _ahead: tuple[int, SimpleQueue[Wanted]] | None = None  # of which process; what its threads are to fetch
 
 
@@ -172,15 +173,15 @@ class Mirror(Published):
         self._local = None
 
     def _opened(self) -> Local:
-        for attempt in range(OPENINGS):
-            try:
-                with Folder(self.path).held() as folder:
-                    return Local(folder, self.cache.blocks_of(folder, self.files), self.layout)
-            except (FileNotFoundError, NotADirectoryError, CorruptBufferError):
-                if attempt == OPENINGS - 1:
-                    raise
-                self._make()
-        raise AssertionError
+        for _ in range(OPENINGS - 1):
+            with suppress(*_NOT_WHOLE):
+                return self._mapped()
+            self._make()
+        return self._mapped()
+
+    def _mapped(self) -> Local:
+        with Folder(self.path).held() as folder:
+            return Local(folder, self.cache.blocks_of(folder, self.files), self.layout)
 
     def _make(self) -> None:
         """Make a local copy of which no block is there, whole; one that another process made meanwhile may go again."""
@@ -205,8 +206,8 @@ class Mirror(Published):
 
     def _discard(self) -> None:
         """Remove the local copy, unless it can be opened: another process may just have made it."""
-        with suppress(FileNotFoundError, NotADirectoryError, CorruptBufferError), Folder(self.path).held() as folder:
-            Local(folder, self.cache.blocks_of(folder, self.files), self.layout)
+        with suppress(*_NOT_WHOLE):
+            self._mapped()
             return
         gone = self.path.with_name(f"{self.path.name}.new-{random_bytes(8).hex()}")
         with suppress(FileNotFoundError):
@@ -276,7 +277,7 @@ class Mirror(Published):
                 if folder.file_key(NAME) != blocks.key:
                     raise _RemovedError
                 yield folder
-        except (FileNotFoundError, NotADirectoryError, CorruptBufferError):
+        except _NOT_WHOLE:
             raise _RemovedError from None
 
     # Rows
@@ -541,19 +542,17 @@ def fetch(chosen: Chosen, begun: Callable[[], None] = _nothing) -> Taken:
         SchemaError: they are more than the bound of the cache.
         OSError: the disk is full.
     """
-    for attempt in range(OPENINGS):
+    for _ in range(OPENINGS):
         blocks = {mirror: mirror.local.blocks for mirror in chosen}
         try:
             _fetch(chosen, blocks, begun)
-            break
         except _RemovedError:
             for mirror in chosen:
                 mirror.unmap()
-            if attempt == OPENINGS - 1:
-                raise CorruptBufferError(
-                    f"{next(iter(chosen)).cache.path}: its folders are removed all the time; give another cache"
-                ) from None
-    return Taken((m, blocks[m], these, blocks[m].counters(these)) for m, these in chosen.items())
+        else:
+            return Taken((m, blocks[m], these, blocks[m].counters(these)) for m, these in chosen.items())
+    path = next(iter(chosen)).cache.path
+    raise CorruptBufferError(f"{path}: its folders are removed all the time; give another cache")
 
 
 def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from memmap_buffer.maintenance.pull import shards_at
 from memmap_buffer.maintenance.store import measure_store
 from memmap_buffer.remote import layout
 from memmap_buffer.remote import objects as requests
-from memmap_buffer.remote.layout import Root, Shard, digest, head_object, open_head, version_of
+from memmap_buffer.remote.layout import Root, Shard, digest, head_object, make_head, open_head, version_of
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.remote.published import Published, read_root, read_shard
 
@@ -548,6 +549,35 @@ def test_a_folder_that_changes_while_it_is_sent_is_not_listed(tmp_path: Path, mo
 def shard_of(head: bytes, name: str = "0" * 32) -> Shard:
     """What would be known of a shard with this head."""
     return Shard(name, 1, 1, 1, version_of(head, "0" * 32), (digest(head), 0, len(head)), "0" * 32)
+
+
+@pytest.mark.parametrize("forged", ["cut", "header", "missing", "id"])
+def test_a_head_that_is_not_what_its_schema_says_is_refused_by_every_door(tmp_path: Path, forged: str) -> None:
+    """All its digests are right."""
+    publish(record(tmp_path / "one"), f"file://{tmp_path}/url")
+    store = Objects(f"file://{tmp_path}/url/one")
+    shard = read_shard(store)
+    assert shard is not None
+    files = open_head(Published(store, shard).read_head(), "")
+    if forged == "cut":
+        files["episodes.npy"] = files["episodes.npy"][:-64]
+    elif forged == "header":
+        files["meta/name.npy"] = b"?" + files["meta/name.npy"][1:]
+    elif forged == "missing":
+        del files["checksums.npy"]
+    head = make_head(files)
+    version = version_of(head, shard.blocks)
+    at = digest(head), 0, len(head)
+    other = replace(shard, version=version, head=at, id="0" * 32 if forged == "id" else shard.id)
+    store.write(f"{version}/head.bin", head)
+    store.write("shard.json", other.to_json())
+    for door in (
+        lambda: pull(store.url, tmp_path / "back"),
+        lambda: ReplayBuffer.from_folder(store.url, cache=tmp_path / "cache"),
+    ):
+        with pytest.raises(CorruptBufferError, match="/url/one: the head is not what its schema says"):
+            door()
+    assert not (tmp_path / "back" / "schema.json").exists()
 
 
 def test_the_heads_of_many_shards_are_a_few_objects_that_are_written_a_few_times(
