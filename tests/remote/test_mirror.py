@@ -212,6 +212,25 @@ def test_a_filter_reads_rows_again_whose_block_is_given_back_before_they_are_cop
     assert len(asked) > 2
 
 
+def test_checksums_are_of_rows_that_stayed_while_they_were_summed(root, tmp_path, monkeypatch):
+    """What is given back before it is read is zeros, and no damage."""
+    far, lost = ReplayBuffer.from_folder(f"file://{root}/far/shard-00000", cache=tmp_path), []
+
+    def bring_and_lose(wanted):
+        taken, mirror = bring(wanted), far._storage.mirror
+        if len(lost) < 2:
+            with Folder(mirror.path).held() as folder:
+                local = np.flatnonzero(mirror.blocks.words[:, LOCAL])
+                lost.append([give_back(folder, mirror.blocks, mirror.files, block) for block in local.tolist()])
+        return taken
+
+    monkeypatch.setattr("memmap_buffer.remote.mirror.bring", bring_and_lose)
+    storage = far._storage
+    assert storage.check(storage.table.visible) == []
+    assert len(lost) == 2
+    assert all(any(given) for given in lost)
+
+
 def test_a_batch_that_the_bound_cannot_hold_is_an_error(root, tmp_path):
     far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path, cache_bytes=16 * BLOCK)
     with pytest.raises(SchemaError, match="cache_bytes: 4,194,304 are less than"):
