@@ -337,12 +337,13 @@ def test_a_final_list_that_has_no_room_is_refused_and_no_other_episode_changes(t
         assert verify(tmp_path) == []
 
 
-def test_what_another_program_wrote_into_the_index_is_told(tmp_path):
+@pytest.mark.parametrize("entry", [(2**40, 8), (0, 7), (0, 8 + (1 << 32))], ids=["beyond", "length", "dictionary"])
+def test_what_another_program_wrote_into_the_index_is_told(tmp_path, entry):
     buffer, _ = record(tmp_path, 2)
     buffer.close()
     path = tmp_path / "data" / "ids.npy"
     index = np.load(path, mmap_mode="r+")
-    index[0, 0] = 2**40, 8
+    index[0, 0] = entry
     del index
     again = ReplayBuffer.from_folder(tmp_path, verify="never")
     with pytest.raises(CorruptBufferError, match=r"ids\.blobs\.npy"):
