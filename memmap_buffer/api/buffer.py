@@ -431,7 +431,7 @@ class ReplayBuffer(Recording, Readable):
         """
         from memmap_buffer.maintenance.statistics import kept_statistics
 
-        return kept_statistics(self._storage, names, quantiles, seed=seed, keep=self._writer.holds)
+        return kept_statistics(self._storage, names, quantiles, seed=seed, may_keep=lambda: self._writer.holds)
 
     def create_collector(
         self,

@@ -202,17 +202,22 @@ def fingerprint(table: EpisodeTable) -> dict[str, int]:
 
 
 def kept_statistics(
-    storage: Storage, names: Sequence[str] | None, quantiles: Sequence[float], *, seed: int, keep: bool
+    storage: Storage,
+    names: Sequence[str] | None,
+    quantiles: Sequence[float],
+    *,
+    seed: int,
+    may_keep: Callable[[], bool],
 ) -> Statistics:
     """The statistics of a folder that are kept in it, where they are of now, or those that are computed.
 
-    Args: keep: whether they are written into the folder then, whose lock is held.
+    Args: may_keep: whether the lock of the folder is held, once they are computed: then they are written into it.
     """
     if (kept := _kept(storage, names, quantiles)) is not None:
         return kept
     episodes = fingerprint(storage.refresh())
     result = statistics([storage], names, quantiles, seed=seed)
-    if keep:
+    if may_keep():
         _keep(storage.folder, result, episodes)
     return result
 
