@@ -19,10 +19,20 @@ import memmap_buffer
 parse = cache(ast.parse)
 PACKAGE = Path(memmap_buffer.__file__).parent
 NAME = PACKAGE.name
-SYSTEM = {"os", "mmap", "fcntl", "posix"}
+SYSTEM = {"os", "mmap", "fcntl", "filelock", "posix"}
 NEAR_THE_SYSTEM = {"format.syscalls", "format.folder"}
 SLOW = {"torch", "gymnasium", "matplotlib", "pandas", "tqdm"}
-LATER = {"asyncio", "concurrent.futures", "difflib", "hashlib", "multiprocessing", "shutil", "ssl", "subprocess"}
+LATER = {
+    "asyncio",
+    "concurrent.futures",
+    "difflib",
+    "filelock",
+    "hashlib",
+    "multiprocessing",
+    "shutil",
+    "ssl",
+    "subprocess",
+}
 ROOF = {"", "__main__", "compat", "memmap_replay_buffer", "memmap_replay_datasets"}
 VAGUE = {"found", "one", "known", "given", "held", "told", "left"}  # of what, a name should say
 NO_THING = re.compile(r"(What|Which|Those|One|The same)\b")  # at the begin of a docstring

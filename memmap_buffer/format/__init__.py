@@ -138,11 +138,11 @@ has read the entries, may look at these slots alone. A row that was visible is c
 
 Publishing
 ----------
-The writer holds `.lock` by flock(2) and has raised `term`; before each change it compares `term` with its own, and the
-folder and state.npy at its path with those that it has open, and stops if one differs. Before a publication it MAY
-leave the look at the path out within 0.05 seconds of the last one. It names files only relative to the folder that it
-has open, and MUST NOT remove one that it could not make. A slot is chosen that is neither visible nor taken by an open
-episode. Then, in this order:
+The writer holds `.lock` by flock(2), as filelock takes it, and has raised `term`; before each change it compares `term`
+with its own, and the folder and state.npy at its path with those that it has open, and stops if one differs. Before a
+publication it MAY leave the look at the path out within 0.05 seconds of the last one. It names files only relative to
+the folder that it has open, and MUST NOT remove one that it could not make. A slot is chosen that is neither visible
+nor taken by an open episode. Then, in this order:
 
 1. the slot's generation, odd   2. data, blobs before their index, and meta   3. the slot's checksums
    (durability "power": a barrier on each of these files)

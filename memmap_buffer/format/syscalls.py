@@ -51,6 +51,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _LOWEST, _HIGHEST = 1 << 12, 1 << 48  # addresses: no system maps the first page
 _every_byte: Any = (ctypes.c_ubyte * (_HIGHEST - _LOWEST)).from_address(_LOWEST)  # no byte is read here
 MOST_AT = 1 << 14  # bytes of a piece: numpy's arrays have less than 2**63
+POLL_SECONDS = 0.001  # between attempts to take a lock that is held for less than that, nearly always
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 CAN_FORGET = hasattr(os, "posix_fadvise")
 
@@ -368,7 +369,7 @@ class Descriptor:
 
 
 class FileLock:
-    """The lock of a file (flock(2)), until `release`, or nobody refers to it, or the process ends.
+    """The lock of a file by `filelock`, until `release`, or nobody refers to it, or the process ends.
 
     A forked child has no part in it: neither could it free its parent's, nor would it keep it after the parent's end.
     """
@@ -381,6 +382,8 @@ class FileLock:
     @classmethod
     def take(cls, name: str, directory: int) -> FileLock | None:
         """None where another process has it. Raises OSError: ELOOP, EISDIR, ENXIO: it is no plain file."""
+        from filelock import lock_descriptor  # it takes 20 to 110 ms to load, and readers need no lock
+
         while True:
             fd = os.open(name, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600, dir_fd=directory)
             lock = cls(fd)
@@ -388,14 +391,14 @@ class FileLock:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
                     raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), name)
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not lock_descriptor(fd, blocking=False):
+                    lock.release()
+                    return None
                 with suppress(FileNotFoundError):
                     if identity(os.stat(name, dir_fd=directory, follow_symlinks=False)) == identity(status):
                         return lock
-            except BaseException as error:  # an interruption, too: its traceback would keep the lock
+            except BaseException:  # an interruption, too: its traceback would keep the lock
                 lock.release()
-                if isinstance(error, OSError) and error.errno in (errno.EAGAIN, errno.EACCES):  # the latter on some
-                    return None  # network file systems
                 raise
             lock.release()  # its name is another file's by now
 
@@ -500,22 +503,25 @@ after_fork(_renew)
 @contextmanager
 def locked(path: str) -> Iterator[int]:
     """A descriptor of a file, which nobody else holds in such a block, another thread neither."""
+    from filelock import lock_descriptor
+
     fd = os.open(path, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        lock_descriptor(fd, poll_interval=POLL_SECONDS)
         yield fd
     finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing it does not, where a child was forked meanwhile that has it, too
-        os.close(fd)
+        _unlock({"": fd})
 
 
 _locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 def _unlock(descriptor: dict[str, int]) -> None:
+    from filelock import unlock_descriptor
+
     for fd in descriptor.values():
-        with suppress(OSError):  # closing it does so, too, unless a child that was forked otherwise has it
-            fcntl.flock(fd, fcntl.LOCK_UN)
+        with suppress(OSError):  # closing it does so, too, unless a child that was forked meanwhile has it
+            unlock_descriptor(fd)
     close_all(descriptor)
 
 

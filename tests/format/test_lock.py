@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 from fault_injection import fork, in_child, listing, shown, system
@@ -96,6 +97,18 @@ def test_an_object_opened_after_another_was_closed_holds_the_lock_itself(tmp_pat
         assert "another writer" in refused(tmp_path)[0]
     with make(tmp_path, overwrite=True):
         assert "another writer" in refused(tmp_path)[0]
+
+
+def test_the_lock_is_filelocks(tmp_path):
+    """What else takes `.lock` by filelock is refused, and refuses."""
+    other = filelock.FileLock(tmp_path / ".lock", timeout=0, mode=0o600)
+    with make(tmp_path) as writer:
+        writer.store_episode(**whole(1))
+        with pytest.raises(filelock.Timeout, match="could not be acquired"):
+            other.acquire()
+    with other, pytest.raises(BufferLockedError, match=f"another writer: process {os.getpid()} on"):
+        ReplayBuffer.from_folder(tmp_path).clear()
+    assert refused(tmp_path) == [[1, 1], [99, 99]]
 
 
 # Other objects of the process

@@ -10,6 +10,7 @@ import shutil
 import socket
 import stat
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -415,6 +416,22 @@ def test_a_hole_is_one_only_where_nothing_was_written(tmp_path):
         assert is_hole(fd, 0, 1 << 21) and not is_hole(fd, 0, (1 << 21) + 1)
         assert is_hole(fd, (1 << 21) + (1 << 16), 1 << 22)
         assert not is_hole(fd, 1 << 20, 1 << 22)
+
+
+def test_a_lock_is_waited_for(tmp_path):
+    path, order = str(tmp_path / "lock"), []
+
+    def wait():
+        with locked(path):
+            order.append("second")
+
+    second = threading.Thread(target=wait)
+    with locked(path):
+        second.start()
+        second.join(0.05)
+        order.append("first")
+    second.join()
+    assert order == ["first", "second"]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
