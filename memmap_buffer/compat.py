@@ -96,7 +96,9 @@ def is_full(buffer: ReplayBuffer) -> bool:
 
 
 def add_and_sample(buffer: ReplayBuffer, step: Mapping[str, Any], batch_size: int, **options: Any) -> Any:
-    """`add` a timestep of each environment, then `sample` a batch of what is published.
+    """`add` a timestep of each environment, then `sample` a batch of all that was added, this one included.
+
+    A buffer that publishes whole episodes publishes each timestep from the first call on, see `publish_steps`.
 
     Args:
         buffer: what is added to and sampled from.
@@ -105,10 +107,11 @@ def add_and_sample(buffer: ReplayBuffer, step: Mapping[str, Any], batch_size: in
         options: as for `sample`; the same seed gives the same batch.
 
     Raises:
-        NotEnoughDataError: no episode is published yet; the step is kept all the same.
-        MemmapBufferError: as `add` and `sample` raise it.
+        NotEnoughDataError: there is no such item yet; the step is kept all the same.
+        MemmapBufferError: as `add`, `publish_steps` and `sample` raise it; the latter two keep the step.
     """
     buffer.add(**step)
+    buffer.publish_steps()
     return buffer.sample(batch_size, **options)
 
 

@@ -25,6 +25,10 @@ from memmap_buffer.writing.vector_env import EpisodeStream
 from memmap_buffer.writing.writer import Writer
 
 log = logging.getLogger("memmap_buffer")
+CUTS = (
+    "%s: publish_steps: steps cannot be published one by one here, so each call ends the episodes of all environments; "
+    "create the buffer with publish='step' or spare_slots=%d"
+)
 Opened = TypeVar("Opened", bound=Episode | EpisodeGroup)
 
 
@@ -101,6 +105,7 @@ class Recording(Editing):
     """The writing half of `ReplayBuffer`."""
 
     _skips_resets: bool  # whether the step after an episode's end is the environment's reset
+    _told_of_cuts = False
     _resets_at_once = False  # whether it is known that the step that ends an episode gives the observation of the reset
 
     def _record_to(self, writer: Writer) -> None:
@@ -312,6 +317,27 @@ class Recording(Editing):
                 self._stream.publish()
             self._stream = None
             self._settle_errors()
+
+    def publish_steps(self) -> None:
+        """Have what was added be visible: the episodes that `add` has open are published as cut short, others go on.
+
+        From then on each timestep is published at once, as `publish="step"` does. Where that cannot be, the next call
+        cuts again, and the log says so: it takes a spare slot for each environment, no other episode that is open, and
+        neither `sync_every` nor `publish_to`.
+        """
+        with self._turn:
+            stream, writer = self._stream, self._writer
+            if stream is None or writer.how.publish == "step":
+                return
+            stream.begin_anew()
+            writer.commit_pending()
+            self._settle_errors()
+            self._finish_shard_if_due()
+            if self._publisher is None and writer.show_steps(len(stream)):
+                return
+            if not self._told_of_cuts:
+                log.warning(CUTS, self._storage.path, len(stream))
+            self._told_of_cuts = True
 
     def _extend(self, values: Mapping[str, Any], priority: Any, name: str, *, time: bool) -> None:
         with self._turn:

@@ -226,6 +226,17 @@ class EpisodeStream(EpisodeGroup):
                     episode.set_final(final)
                 episode.publish(cut=(cut or episode.length == self._limit) and not episode.ended)
 
+    def begin_anew(self) -> None:
+        """Publish what is open, as cut short; the next timestep begins other episodes, and is seen next in these."""
+        if self._missing is not None:
+            self._settle()
+        self._round, self._sure = None, False  # first, as an interruption may leave some of them published
+        growing = [(i, episode) for i, episode in enumerate(self.episodes) if episode.state == "open"]
+        self.publish()
+        for i, episode in growing:
+            if self.schema.final_names and episode.state == "published" and not (episode.ended or episode.finals):
+                self._cut[i] = episode, {}
+
     def _see(self, steps: Steps) -> None:
         """Keep what the next step begins with: the final observation of the episodes that were cut before it."""
         for i, (episode, _) in self._cut.items():
@@ -258,7 +269,8 @@ class EpisodeStream(EpisodeGroup):
         looked = np.flatnonzero(over).tolist() if self._sure and none_is_full else range(len(self.episodes))
         for i in looked:
             episode = self.episodes[i]
-            if episode.state == "open" and (episode.ended or episode.length == self._limit):
+            tried = episode.serial >= 0 and self._writer.how.publish == "episode"
+            if episode.state == "open" and (tried or episode.ended or episode.length == self._limit):
                 if self._round is not None:
                     self._round.leave(i)
                 episode.publish(cut=not episode.ended)

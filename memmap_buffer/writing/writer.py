@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -289,6 +289,17 @@ class Writer:
             if not self.storage.layout.writable:
                 why = "is packed, which is a layout to read; `unpack` it into another folder to write to that"
             raise ReadOnlyError(f"{self.storage.path} {why}")
+
+    def show_steps(self, count: int) -> bool:
+        """Publish each timestep at once from now on, if so many episodes may be open then; whether that is so.
+
+        Episodes that are open now are not written like that, and with `sync_every` none is.
+        """
+        if len([*self.lock.episodes]) or self.how.sync_every > 1 or count > self.storage.layout.spare_slots:
+            return False
+        self.in_place = True  # first: on its own it is right, too
+        self.how = replace(self.how, publish="step")
+        return True
 
     # Episodes
 

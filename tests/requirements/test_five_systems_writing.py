@@ -208,6 +208,14 @@ def test_S2_06_and_S2_07_a_step_and_a_batch_in_one_call_the_same_for_the_same_se
     assert_same(*batches)
 
 
+@pytest.mark.parametrize("publish", ["episode", "step"])
+def test_S2_06_the_step_that_a_call_adds_is_drawn_from_in_the_middle_of_an_episode(tmp_path, publish):
+    with make(tmp_path, publish=publish, spare_slots=2) as buffer:
+        for t in range(4):
+            batch = add_and_sample(buffer, step(t), 100, seed=t, timestep_level=True)
+            assert set(batch["reward"].tolist()) == {10 * k + i for k in range(t + 1) for i in range(2)}
+
+
 # S3: ReAgent
 
 

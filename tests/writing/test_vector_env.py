@@ -1,6 +1,7 @@
 """`add`, `extend`, `add_and_sample`: steps of environments that run on, against a list for each environment."""
 
 import errno
+from itertools import count
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from fault_injection import flags_of, shown, system
 from hypothesis import given
 from hypothesis import strategies as st
+from interruptions import interrupted
 from profiles import examples
 
 from memmap_buffer import (
@@ -19,6 +21,7 @@ from memmap_buffer import (
     ReadOnlyError,
     ReplayBuffer,
     SchemaError,
+    Window,
 )
 from memmap_buffer.compat import add_and_sample, can_sample
 from memmap_buffer.format.records import CUT, FINAL, TERMINATED
@@ -320,14 +323,91 @@ def test_add_and_sample_gives_the_same_batch_for_the_same_seed(tmp_path):
         assert torch.equal(one["_indices"], other["_indices"]) and torch.equal(one["reward"], other["reward"])
 
 
-def test_sampling_before_an_episode_is_published_raises_and_keeps_the_step(tmp_path):
-    with make(tmp_path) as buffer:
+@pytest.mark.parametrize("publish", ["episode", "step"])
+@pytest.mark.parametrize("spare_slots", [2, 7])
+def test_add_and_sample_draws_from_what_was_just_added(tmp_path, publish, spare_slots):
+    with make(tmp_path, publish=publish, spare_slots=spare_slots) as buffer:
         assert not can_sample(buffer)
-        with pytest.raises(NotEnoughDataError, match="it is empty") as caught:
-            add_and_sample(buffer, at(steps_of([[0, 0]]), 0), 4, timestep_level=True)
-        assert caught.value.episodes == 0
-        batch = add_and_sample(buffer, at(steps_of([[1, 0]], 2), 0), 4, timestep_level=True)
-        assert set(batch["reward"].tolist()) <= {0, 0.5}
+        added = set()
+        for t, ends in enumerate([[0, 0], [0, 1], [0, 0], [2, 0], [0, 0]]):
+            step = at(steps_of([ends], 2 * t), 0)
+            batch = add_and_sample(buffer, step, 200, timestep_level=True, seed=t)
+            added |= set(step["reward"].tolist())
+            assert set(batch["reward"].tolist()) == added
+        lengths = {"episode": [1, 1, 1, 1, 3, 3], "step": [4, 2, 3, 1]}[publish]  # the first call cuts, no other does
+        assert sorted(buffer.episode_lens.tolist()) == sorted(lengths)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_cut_of_publish_steps_loses_no_transition(tmp_path, told):
+    """What was seen next is given, or follows."""
+    with make(tmp_path, spare_slots=2) as buffer:
+        for t in range(3):
+            step = at(steps_of([[0, 0]], 2 * t), 0)
+            buffer.add(**{name: value for name, value in step.items() if told or name != "next_observation"})
+            buffer.publish_steps()
+        first = 1000 if told else 2
+        batch = buffer.batch(n_steps=1)
+        assert batch["next_observation"]["y"].tolist() == [first, first + 1, 4, 5]
+
+
+def test_add_and_sample_with_too_few_spare_slots_ends_the_episodes_each_time_and_says_so(tmp_path, caplog):
+    with make(tmp_path, spare_slots=1) as buffer:
+        buffer.add(**at(steps_of([[0, 0]], 4), 0))
+        for t in range(3):
+            step = at(steps_of([[0, 0]], 6 + 2 * t), 0)
+            batch = add_and_sample(buffer, step, 100, timestep_level=True, seed=t)
+            assert set(step["reward"].tolist()) <= set(batch["reward"].tolist())
+        assert buffer.episode_lens.tolist() == [2, 2, 1, 1, 1, 1]
+    assert [record.getMessage() for record in caplog.records if "spare_slots=2" in record.getMessage()] != []
+    assert len(caplog.records) == 1
+
+
+def test_an_item_that_takes_more_steps_than_there_are_raises_and_the_step_is_kept(tmp_path):
+    with make(tmp_path, spare_slots=2) as buffer:
+        with pytest.raises(NotEnoughDataError, match="none of 2 episodes has an item"):
+            add_and_sample(buffer, at(steps_of([[0, 0]]), 0), 4, view=Window(2, boundary="drop"))
+        assert buffer.num_steps == 2
+
+
+def test_steps_are_published_from_a_call_on_and_a_reset_that_follows_is_left_out(tmp_path):
+    with make(tmp_path, skips_resets=True, spare_slots=2) as buffer:
+        assert buffer.publish_steps() is None and buffer.num_steps == 0
+        for t, ends in enumerate([[0, 1], [0, 0], [0, 0]]):
+            buffer.add(**at(steps_of([ends], 2 * t), 0))
+            if t == 0:
+                buffer.publish_steps()
+            assert buffer.num_steps == [2, 3, 5][t]
+        assert buffer.episode_lens.tolist() == [1, 1, 2, 1]
+
+
+def test_steps_are_not_published_one_by_one_beside_an_open_episode_or_behind_shared_barriers(tmp_path):
+    for name, options in {"beside": {}, "barriers": {"durability": "power", "sync_every": 2}}.items():
+        with make(tmp_path / name, spare_slots=3, **options) as buffer:
+            episode = buffer.begin_episode() if name == "beside" else None
+            for t in range(2):
+                buffer.add(**at(steps_of([[0, 0]], 2 * t), 0))
+                buffer.publish_steps()
+                assert buffer.episode_lens.tolist() == [1, 1] * (t + 1)
+            if episode is not None:
+                episode.abort()
+
+
+def test_an_interruption_of_publish_steps_loses_no_step_and_the_next_steps_have_episodes(tmp_path):
+    for at_line in count(0, 13):
+        with make(tmp_path / str(at_line), spare_slots=2) as buffer:
+            buffer.add(**at(steps_of([[0, 0]]), 0))
+            error = interrupted(buffer.publish_steps, at_line)
+            buffer.add(**at(steps_of([[0, 0]], 2), 0))
+            buffer.end_episodes()
+            assert sorted(reward for _, episode in shown(buffer) for reward in episode["reward"]) == [
+                0,
+                0.25,
+                0.5,
+                0.75,
+            ]
+        if error is None:
+            return
     with make(tmp_path / "step", publish="step", spare_slots=2) as buffer:  # where each step is visible at once
         assert add_and_sample(buffer, at(steps_of([[0, 0]]), 0), 4, timestep_level=True)["reward"].shape == (4,)
 
