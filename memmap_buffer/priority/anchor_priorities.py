@@ -585,10 +585,23 @@ class AnchorPriorities:
             return
         runs = self._anchors.runs()
         parts = [self._priority(slots, t) for slots, t in self._each(runs)]
-        self._sorted = np.sort(np.concatenate(parts)) if parts else np.zeros(0)
+        values = np.concatenate(parts) if parts else np.zeros(0)
+        self._sorted = np.sort(values)
+        at, own = 0, self._by_own_rank(runs, values) if self._how.ties == "own" and parts else None
         for (slots, t), priorities in zip(self._each(runs), parts, strict=True):
-            self._tree.put(self._leaves(slots, t), with_zeros(self._by_rank(priorities)))
+            stop = at + len(slots)
+            ranked = self._by_rank(priorities) if own is None else own[at:stop]
+            self._tree.put(self._leaves(slots, t), with_zeros(ranked))
+            at = stop
         self._unsorted = 0
+
+    def _by_own_rank(self, runs: Runs, priorities: FloatArray) -> FloatArray:
+        """Priorities by ranks of which no two anchors of the runs share one: of equal ones the oldest has the best."""
+        slots, t = (np.concatenate(columns) for columns in zip(*self._each(runs), strict=True))
+        ranked = np.empty(len(priorities))
+        order = np.lexsort((t, self._anchors.serial[slots], -priorities))
+        ranked[order] = np.arange(1.0, len(priorities) + 1) ** -self._how.alpha
+        return np.where(priorities > 0, ranked, 0.0)
 
 
 AnyPriorities: TypeAlias = StepPriorities | AnchorPriorities

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memmap_buffer.choices import Normalizer, Reduce, System, Variant, check_choice
+from memmap_buffer.choices import Normalizer, Reduce, System, Ties, Variant, check_choice
 from memmap_buffer.dtypes import check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.schema import Schema
@@ -48,9 +48,11 @@ class Prioritized:
         normalize: divide by the highest weight of the "batch", by the highest that any item of the "buffer" has, or,
             with None, not at all.
         stratified: one draw in each of B segments of equal probability.
-        variant: "proportional", or "rank": p = (1 / rank)^α, the highest priority having rank 1 and equal ones the
-            same. Ranks are found in an order that is sorted anew after `sort_interval` changes (new priorities, items
-            that came, items that went), by default as many as there are items.
+        variant: "proportional", or "rank": p = (1 / rank)^α, the highest priority having rank 1. Ranks are found in an
+            order that is sorted anew after `sort_interval` changes (new priorities, items that came, items that went),
+            by default as many as there are items.
+        ties: whether equal priorities have a "shared" rank, the best of theirs, or each its "own" from the next sorting
+            on, the oldest item the best.
         name: of the tree, `priority/<name>.npy`; draws of the same name share the priorities.
         reduce: an item of several steps has the priority of its "first", or the "max" or "mean" over all; by default
             windows have the first, episodes the mean.
@@ -76,6 +78,7 @@ class Prioritized:
     sort_interval: int | None = None
     weight_field: str | None = None
     error_clip: tuple[float, float] | None = None
+    ties: Ties = "shared"
 
     def __post_init__(self) -> None:
         clip = self.error_clip
@@ -83,6 +86,7 @@ class Prioritized:
             raise SchemaError(f"error_clip: got {clip!r}, expected (low, high), such as (-1, 1), or None")
         check_choice("normalize", self.normalize, Normalizer)
         check_choice("variant", self.variant, Variant)
+        check_choice("ties", self.ties, Ties)
         check_choice("reduce", self.reduce, Reduce)
         for name, low, high in (("alpha", 0, 100), ("beta", 0, 1), ("epsilon", 0, 1e100)):
             check_number(name, getattr(self, name), low, high)

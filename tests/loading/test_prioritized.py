@@ -31,6 +31,7 @@ from memmap_buffer import (
     Trajectory,
     Window,
     compute_importance_weights,
+    pack,
 )
 from memmap_buffer.format import journal
 from memmap_buffer.format.storage import Storage
@@ -603,6 +604,33 @@ def test_ranks_give_the_probabilities_of_the_paper(tmp_path, options):
         for item in drawn(batch):
             counts[item] = counts.get(item, 0) + 1
     assert improbable(counts, {item: p * 6400 for item, p in expected.items()}) < 5
+
+
+@pytest.mark.parametrize("options", [STEP, {"n_steps": 2}, {"view": Window(2)}, {}])
+def test_ranks_of_their_own_are_by_age_whatever_slots_the_episodes_are_in(tmp_path, monkeypatch, options):
+    """The same of a ring that went round, of a copy that is packed, and of a learner that opens it anew."""
+    monkeypatch.setattr(anchor_priorities, "BLOCK", 7)
+    monkeypatch.setattr(anchor_priorities, "FEW", 0)
+    how = Prioritized(alpha=0.8, variant="rank", sort_interval=1, ties="own", epsilon=0)
+    buffer = make(tmp_path / "ring", (5, 9, 4, 6, 3), max_episodes=3)
+    anchors = anchors_of(buffer, options)
+    assert anchors == sorted(anchors)
+    places = np.arange(1.0, len(anchors) + 1) ** -0.8
+    expected = dict(zip(anchors, places / places.sum(), strict=True))
+    pack(buffer.folder, tmp_path / "packed")
+    for path in (tmp_path / "ring", tmp_path / "packed"):
+        with ReplayBuffer.from_folder(path, read_only=True) as reader:
+            batch = reader.sample(300, prioritized=how, seed=1, **options)
+            np.testing.assert_allclose(batch["_probabilities"], [expected[item] for item in drawn(batch)], rtol=1e-12)
+    buffer.sample(1, prioritized=how, **STEP)
+    serial = int(buffer.serials[1])
+    buffer.update_priorities([(serial, 0)], [0.0])  # no rank at all
+    if options is STEP:
+        batch = buffer.sample(300, prioritized=how, seed=1, **options)
+        left = [item for item in anchors if item != (serial, 0)]
+        assert set(drawn(batch)) <= set(left)
+        expected = dict(zip(left, places[:-1] / places[:-1].sum(), strict=True))
+        np.testing.assert_allclose(batch["_probabilities"], [expected[item] for item in drawn(batch)], rtol=1e-12)
 
 
 def test_between_two_sorts_a_rank_is_found_in_the_last_order(tmp_path):

@@ -628,6 +628,21 @@ def test_S5_15_the_probability_of_a_rank_is_a_power_of_its_inverse(buffer):
     np.testing.assert_allclose(batch["_probabilities"], want, rtol=1e-6)
 
 
+def test_S5_15_equal_priorities_may_have_ranks_of_their_own_by_age(buffer):
+    """As in a heap to which all came with the same priority; `ALL` is in the order in which they came."""
+    ranks = Prioritized(variant="rank", alpha=0.7, sort_interval=1, ties="own")
+    how = {"timestep_level": True, "prioritized": ranks}
+    orders = [ALL, [ALL[5], ALL[2], *(pair for i, pair in enumerate(ALL) if i not in (2, 5))]]
+    for order in orders:
+        shares = {pair: (number + 1.0) ** -0.7 for number, pair in enumerate(order)}
+        batch = buffer.sample(400, seed=0, **how)
+        want = [shares[pair] / sum(shares.values()) for pair in starts_of(batch)]
+        np.testing.assert_allclose(batch["_probabilities"], want, rtol=1e-6)
+        buffer.update_priorities([ALL[2], ALL[5]], [7.0, 8.0])
+    with pytest.raises(ValueError, match="ties: got 'none', expected one of 'shared', 'own'"):
+        Prioritized(ties="none")
+
+
 def test_S5_16_each_draw_comes_from_a_segment_of_equal_mass(buffer):
     """Segments follow from the tree at every draw, so there are no intervals to set."""
     how = {"timestep_level": True, "prioritized": Prioritized(variant="rank", alpha=0.7, sort_interval=1)}
