@@ -2,9 +2,9 @@
 
     memorax               `can_sample`
     functional JAX        `add_and_sample`
-    ReAgent               `add_count`, `is_empty`, `is_full`, `set_valid` (its `set_index_valid_status`), `step_spec`
-                          (its `get_add_args_signature`),
-                          `storage_spec` (its `get_storage_signature`)
+    ReAgent               `DeclaringBuffer`, `add_count`, `cursor`, `episode_count`, `is_empty`, `is_full`, `set_valid`
+                          (its `set_index_valid_status`), `step_spec` (its `get_add_args_signature`), `storage_spec`
+                          (its `get_storage_signature`)
 
 The names of memmap-replay-buffer are in `memmap_buffer.memmap_replay_buffer`; docs/five-systems.md has every name of
 five systems.
@@ -13,17 +13,22 @@ five systems.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.api.concat import ConcatBuffer
-from memmap_buffer.api.editing import with_flags
+from memmap_buffer import ConcatBuffer, ReadOnlyError, ReplayBuffer, Schema, SchemaError
 from memmap_buffer.dtypes import check_count
-from memmap_buffer.errors import ReadOnlyError, SchemaError
-from memmap_buffer.items.filters import VALID
+from memmap_buffer.paths import AnyPath
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+REQUIRED = ("observation", "action", "reward", "terminal")
+IDS, SCORES = ("int64", (None,)), ("float32", (None,))
+NARROWED = {"float64": "float32"}
 
 
 class StepSpec(NamedTuple):
@@ -75,11 +80,91 @@ def can_sample(buffer: ReplayBuffer | ConcatBuffer, *, min_steps: int = 1, min_e
     return full or (steps >= min_steps and episodes >= min_episodes)
 
 
-def add_count(buffer: ReplayBuffer | ConcatBuffer) -> int:
-    """How many episodes were ever published, those that are gone included.
+class DeclaringBuffer:
+    """A `ReplayBuffer` that is made by its first `add`, whose step declares the fields.
 
-    ReAgent counts timesteps, and blanks between episodes; timesteps that were overwritten are counted nowhere here.
+    `observation`, `action`, `reward` and `terminal` are required, and where `terminal` is true an episode ends. float64
+    is stored as float32. In a dict a list is one of ids, as many as there are at that step, and a pair of lists are ids
+    and their scores: fields of lists, which `ragged=True` reads as they are.
+
+    Args:
+        folder: as for `ReplayBuffer`.
+        options: likewise, all but the fields.
+
+    Attributes: buffer: None before the first `add`.
     """
+
+    buffer: ReplayBuffer | None = None
+
+    def __init__(self, folder: AnyPath, **options: Any) -> None:
+        self._folder, self._options = folder, {"terminated": "terminal", **options}
+
+    def add(self, **step: Any) -> None:
+        """`ReplayBuffer.add` of one environment.
+
+        Raises:
+            SchemaError: the first step lacks a field that is required, or options of the buffer are wrong.
+            SchemaMismatchError: the folder has a buffer of other fields.
+            MemmapBufferError: as `ReplayBuffer.add` raises it.
+        """
+        if self.buffer is None:
+            missing = [name for name in REQUIRED if name not in step]
+            if missing:
+                raise SchemaError(f"add: the first step lacks {', '.join(missing)}; give {', '.join(REQUIRED)}, too")
+            self.buffer = ReplayBuffer(self._folder, fields=self._fields_of(step), **self._options)
+        self.buffer.add(**step)
+
+    @classmethod
+    def _fields_of(cls, step: Mapping[str, Any], group: str = "") -> dict[str, Any]:
+        """The declaration of the fields of a step, by dotted names; `group` and a dot stand before those in a dict."""
+        fields: dict[str, Any] = {}
+        for key, value in step.items():
+            name = f"{group}{key}"
+            if isinstance(value, Mapping):
+                fields |= cls._fields_of(value, f"{name}.")
+            elif group and isinstance(value, list):
+                fields[name] = IDS
+            elif group and isinstance(value, tuple) and [type(part) for part in value] == [list, list]:
+                fields |= {f"{name}.item0": IDS, f"{name}.item1": SCORES}
+            else:
+                dense = Schema.from_example({name: value}).fields
+                fields |= {
+                    each: replace(field, dtype=NARROWED.get(field.dtype, field.dtype)) for each, field in dense.items()
+                }
+        return fields
+
+    def close(self) -> None:
+        """As `ReplayBuffer.close`; twice is fine, and without a buffer."""
+        if self.buffer is not None:
+            self.buffer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def add_count(buffer: ReplayBuffer) -> int:
+    """How many timesteps `add` and `extend` stored by this object, those that are gone included.
+
+    ReAgent counts blanks between episodes, too, which are none here.
+    """
+    return buffer.num_added
+
+
+def cursor(buffer: ReplayBuffer) -> int:
+    """`add_count` modulo the capacity, from 0 on: where ReAgent would store the next step.
+
+    Raises: SchemaError: the buffer has no `capacity`.
+    """
+    if buffer.capacity is None:
+        raise SchemaError("cursor: the buffer has no capacity, in timesteps; create it with capacity=…")
+    return add_count(buffer) % buffer.capacity
+
+
+def episode_count(buffer: ReplayBuffer | ConcatBuffer) -> int:
+    """How many episodes were ever published, those that are gone included, by any process."""
     return sum(storage.state("next") for storage in buffer._folders.storages if not storage.withdrawn)
 
 
@@ -116,34 +201,15 @@ def add_and_sample(buffer: ReplayBuffer, step: Mapping[str, Any], batch_size: in
 
 
 def set_valid(buffer: ReplayBuffer, indices: Any, flag: Any = False) -> int:
-    """Exclude timesteps from being drawn, or include them again: written to the field `valid`.
-
-    Where there is no such field it is added, a bool that is True for every timestep. Each episode changes at once.
-
-    Args:
-        buffer: what is changed.
-        indices: (n, 2) of (serial, timestep), as `_indices` of a batch, or (n,) serials, as `_index`.
-        flag: a bool, or (n,) of them; the last one given for a timestep counts.
-
-    Returns:
-        How many of them were dropped because their episode was overwritten or cleared meanwhile.
+    """`ReplayBuffer.set_valid`: exclude timesteps from being drawn, or include them again.
 
     Raises:
-        SchemaError: there is no such timestep, or `valid` is a field of another kind.
         ReadOnlyError: the buffer only reads.
+        SchemaError: as that raises it.
     """
     if not isinstance(buffer, ReplayBuffer):
         raise ReadOnlyError("set_valid: a ConcatBuffer only reads; write to one of its sources")
-    schema = buffer.schema
-    if VALID not in schema.all:
-        buffer.add_field(VALID, ("bool", (), True))
-    elif schema.fields.get(VALID) is None or schema.fields[VALID].dtype != "bool" or schema.fields[VALID].shape:
-        raise SchemaError("set_valid: `valid` is no bool field of one value a timestep here; rename it", field=VALID)
-    with buffer._turn:
-        buffer._writer.begin()
-        slots, rows, num_gone = with_flags(buffer._storage, VALID, indices, flag)
-        buffer._replace(slots, {VALID: rows})
-        return num_gone
+    return buffer.set_valid(indices, flag)
 
 
 def step_spec(buffer: ReplayBuffer) -> dict[str, StepSpec]:

@@ -11,6 +11,7 @@ from memmap_buffer.dtypes import Array, decode, encode, to_numpy
 from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.items.filters import VALID
 from memmap_buffer.maintenance import schema_changes
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field, Schema, nest
@@ -99,6 +100,35 @@ class Editing:
         """
         self._storage.layout.schema.require([name], "store_meta_datapoint", self._storage.layout.schema.meta_fields)
         self.update(int(episode_index), **{name: datapoint})
+
+    def set_valid(self, indices: Any, flag: Any = False) -> int:
+        """Exclude timesteps from being drawn, or include them again: written to the field `valid`.
+
+        Where there is no such field it is added, a bool that is True for every timestep. Each episode changes at once.
+
+        Args:
+            indices: (n, 2) of (serial, timestep), as `_indices` of a batch, or (n,) serials, as `_index`.
+            flag: a bool, or (n,) of them; the last one given for a timestep counts.
+
+        Returns:
+            How many of them were dropped because their episode was overwritten or cleared meanwhile.
+
+        Raises:
+            SchemaError: there is no such timestep, or `valid` is a field of another kind.
+            ReadOnlyError: the buffer only reads.
+        """
+        schema = self._storage.layout.schema
+        if VALID not in schema.all:
+            self.add_field(VALID, ("bool", (), True))
+        elif schema.fields.get(VALID) is None or schema.fields[VALID].dtype != "bool" or schema.fields[VALID].shape:
+            raise SchemaError(
+                "set_valid: `valid` is no bool field of one value a timestep here; rename it", field=VALID
+            )
+        with self._turn:
+            self._writer.begin()
+            slots, rows, num_gone = _with_flags(self._storage, VALID, indices, flag)
+            self._replace(slots, {VALID: rows})
+            return num_gone
 
     def clear(self) -> None:
         """Remove every episode; the files keep their size."""
@@ -318,7 +348,7 @@ def _with_steps(storage: Storage, slot: int, t: Any, name: str, value: Any) -> A
     return rows
 
 
-def with_flags(storage: Storage, name: str, indices: Any, flag: Any) -> tuple[IntArray, list[Array], int]:
+def _with_flags(storage: Storage, name: str, indices: Any, flag: Any) -> tuple[IntArray, list[Array], int]:
     """The entries of a bool field with some timesteps marked.
 
     Args:

@@ -106,6 +106,8 @@ class Recording(Editing):
 
     _skips_resets: bool  # whether the step after an episode's end is the environment's reset
     _told_of_cuts = False
+    _stream: EpisodeStream | None = None
+    _num_added_before = 0  # by streams that were let go
     _resets_at_once = False  # whether it is known that the step that ends an episode gives the observation of the reset
 
     def _record_to(self, writer: Writer) -> None:
@@ -114,7 +116,7 @@ class Recording(Editing):
         self._begun: tuple[ref[Episode], ...] = ()
         # By thread, of those that were begun: what `store` finds without a handle.
         self._newest: dict[int, Episode] = {}
-        self._stream: EpisodeStream | None = None
+        self._let_stream_go()
         self._errors = GivenErrors()
 
     def _own_priorities(self, name: str) -> None:
@@ -315,8 +317,16 @@ class Recording(Editing):
         with self._turn:
             if self._stream is not None:
                 self._stream.publish()
-            self._stream = None
+            self._let_stream_go()
             self._settle_errors()
+
+    @property
+    def num_added(self) -> int:
+        """How many timesteps `add` and `extend` of this object stored, of all environments, those that are gone too."""
+        return self._num_added_before + (0 if self._stream is None else self._stream.num_added)
+
+    def _let_stream_go(self) -> None:
+        self._num_added_before, self._stream = self.num_added, None
 
     def publish_steps(self) -> None:
         """Have what was added be visible: the episodes that `add` has open are published as cut short, others go on.

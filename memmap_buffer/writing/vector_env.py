@@ -78,6 +78,7 @@ class EpisodeStream(EpisodeGroup):
             for axes in ((), (size,))
         ]
         self.lead = 1  # axes that the last step had before those of a field
+        self.num_added = 0  # timesteps, of all environments
         self._sure = False  # whether what is kept of the episodes holds, and none needs a look that did not just end
         self._idle: list[int] = []  # environments without an open episode
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
@@ -146,6 +147,7 @@ class EpisodeStream(EpisodeGroup):
                 self._append_some(steps)
             finally:  # also after an error, where the step is stored
                 if steps.done > start:
+                    self.num_added += (steps.done - start) * len(steps.recorded)
                     over[:] = False
                     over[steps.recorded] = steps.ends[steps.done - 1, steps.recorded]
                     self._following = {name: rows[steps.done - 1].copy() for name, rows in steps.following.items()}
@@ -185,6 +187,7 @@ class EpisodeStream(EpisodeGroup):
         told = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
         self._following = {name: columns[NEXT + name].copy() for name in told}
         self._missing = None
+        self.num_added += self._size
         return True
 
     def _encoded(self, step: Mapping[str, Any]) -> dict[str, Array] | None:

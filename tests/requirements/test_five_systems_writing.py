@@ -29,9 +29,12 @@ from memmap_buffer import (
     Window,
 )
 from memmap_buffer.compat import (
+    DeclaringBuffer,
     add_and_sample,
     add_count,
     can_sample,
+    cursor,
+    episode_count,
     is_empty,
     is_full,
     set_valid,
@@ -276,6 +279,54 @@ def test_S3_05_the_first_step_may_declare_the_fields_and_lists_of_ids_have_score
         assert (batch["scores"].values() == 0.5).all()
 
 
+def test_S3_05_the_first_add_declares_the_fields(tmp_path):
+    """Ids, and ids with scores, are lists in a dict; the second of a step may have none."""
+    ids = [[3, 4], [], [5, 6, 7]]
+    with DeclaringBuffer(tmp_path, capacity=100, max_timesteps=9, publish="step") as memory:
+        assert memory.buffer is None
+        with pytest.raises(
+            SchemaError, match="the first step lacks action, terminal; give observation, action, reward"
+        ):
+            memory.add(observation=1.0, reward=0.5)
+        for t, some in enumerate(ids):
+            memory.add(
+                observation=np.full(2, t, np.float64),
+                action=t,
+                reward=t / 2,
+                terminal=np.uint8(t == 2),
+                seen={"pages": some, "clicks": (some, [0.5] * len(some)), "dense": np.zeros(3, np.float16)},
+                log_prob=np.float64(-1.5),
+            )
+        assert {name: (field.dtype, field.shape) for name, field in memory.buffer.schema.fields.items()} == {
+            "observation": ("float32", (2,)),
+            "action": ("int64", ()),
+            "reward": ("float32", ()),
+            "terminal": ("uint8", ()),
+            "seen.pages": ("int64", (None,)),
+            "seen.clicks.item0": ("int64", (None,)),
+            "seen.clicks.item1": ("float32", (None,)),
+            "seen.dense": ("float16", (3,)),
+            "log_prob": ("float32", ()),
+        }
+        batch = memory.buffer.batch(timestep_level=True, ragged=True)
+        for lists in (batch["seen"]["pages"], batch["seen"]["clicks"]["item0"]):
+            assert lists.offsets().tolist() == [0, 2, 2, 5] and lists.values().tolist() == [3, 4, 5, 6, 7]
+        assert batch["seen"]["clicks"]["item1"].values().tolist() == [0.5] * 5
+        memory.add(
+            observation=[9, 9],
+            action=1,
+            reward=0,
+            terminal=False,
+            log_prob=0,
+            seen={"pages": [], "clicks": ([], []), "dense": [1, 2, 3]},
+        )
+        assert memory.buffer.episode_lens.tolist() == [3, 1]  # `terminal` ended the first
+    with DeclaringBuffer(tmp_path, capacity=100, max_timesteps=9) as again:
+        with pytest.raises(SchemaMismatchError, match="observation"):
+            again.add(observation=np.zeros(5), action=0, reward=0.0, terminal=False)
+        assert again.buffer is None
+
+
 def test_S3_06_no_blank_steps_are_stored(buffer):
     """What stands before an episode's first step is padded when it is read."""
     for t in range(4):
@@ -288,18 +339,44 @@ def test_S3_06_no_blank_steps_are_stored(buffer):
 
 def test_S3_07_how_much_there_is_and_ever_was(tmp_path):
     with make(tmp_path, 3, 2) as buffer:
-        assert (is_empty(buffer), is_full(buffer), add_count(buffer)) == (True, False, 0)
+        assert (is_empty(buffer), is_full(buffer), add_count(buffer), episode_count(buffer)) == (True, False, 0, 0)
         for t in range(10):
             buffer.add(**step(t, envs=1))
-        assert (is_empty(buffer), is_full(buffer), add_count(buffer)) == (False, True, 5)
+            assert add_count(buffer) == t + 1
+        assert (is_empty(buffer), is_full(buffer), episode_count(buffer)) == (False, True, 5)
         assert buffer.num_steps == 6 and buffer.serials.tolist() == [2, 3, 4]
-        assert (is_empty(ConcatBuffer([buffer])), add_count(ConcatBuffer([buffer]))) == (False, 5)
+        assert (is_empty(ConcatBuffer([buffer])), episode_count(ConcatBuffer([buffer]))) == (False, 5)
         buffer.clear()
-        assert (is_empty(buffer), is_full(buffer), add_count(buffer)) == (True, False, 5)
+        assert (is_empty(buffer), is_full(buffer), add_count(buffer), episode_count(buffer)) == (True, False, 10, 5)
+        with pytest.raises(SchemaError, match=r"cursor: the buffer has no capacity.*capacity="):
+            cursor(buffer)
     with make(tmp_path / "steps", None, 9, capacity=6, circular=None) as buffer:
         for number in range(4):
             buffer.store_episode(**step(number))  # of two timesteps
             assert is_full(buffer) == (number >= 2)
+
+
+@pytest.mark.parametrize("publish", ["episode", "step"])
+def test_S3_07_each_step_that_is_added_counts_and_the_cursor_goes_round(tmp_path, publish):
+    """A reset that is left out is none; what was refused is none either."""
+    with make(tmp_path, None, 9, capacity=7, publish=publish, skips_resets=True) as buffer:
+        added = 0
+        for t in range(8):
+            buffer.add(**step(t, envs=3, ends=(1,) if t == 3 else ()))
+            added += 2 if t == 4 else 3
+            assert (add_count(buffer), cursor(buffer)) == (added, added % 7)
+        with pytest.raises(SchemaError, match=r"missing|lacks"):
+            buffer.add(reward=[1, 2, 3])
+        assert add_count(buffer) == added
+        buffer.end_episodes()
+        buffer.extend(**{name: np.stack([step(t)[name] for t in range(4)]) for name in FIELDS})
+        assert add_count(buffer) == added + 8
+        buffer.end_episodes()
+        buffer.add_field("more", ("int", (), 0))
+        buffer.add(**step(0), more=[1, 2])
+        assert add_count(buffer) == added + 10
+    with ReplayBuffer.from_folder(tmp_path) as again:
+        assert add_count(again) == 0  # by this object
 
 
 def test_S3_08_a_buffer_for_an_environment_and_its_log_probabilities(tmp_path):
