@@ -32,8 +32,19 @@ Place = Annotated[
 ]
 Target = Annotated[Path, typer.Argument(help="A new folder.", show_default=False)]
 Episode = Annotated[str, typer.Argument(help="The episode's number, or first or last.", show_default=False)]
-Episodes = Annotated[list[str] | None, typer.Argument(help="Numbers, ranges such as 3-7, first, last.")]
-Fields = Annotated[list[str] | None, typer.Option("--field", help="Only this field; may be repeated.")]
+
+
+def separate(names: list[str] | None) -> list[str] | None:
+    """Names, of which several may be given as one with commas between."""
+    return names and [part for name in names for part in name.split(",")]
+
+
+Episodes = Annotated[
+    list[str] | None, typer.Argument(callback=separate, help="Numbers, ranges such as 3-7, first, last.")
+]
+Fields = Annotated[
+    list[str] | None, typer.Option("--field", callback=separate, help="Only this field; may be repeated, or a,b.")
+]
 Where = Annotated[
     list[str] | None, typer.Option("--where", help="Only these, as in length>=20 or task_id=1; may be repeated.")
 ]

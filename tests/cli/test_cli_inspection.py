@@ -333,6 +333,7 @@ def test_stats_for_people_have_a_row_an_entry_and_one_for_images(
     rewards = np.concatenate([episode_of(number, length)["reward"] for number, length in case.lengths.items()])
     assert float(lines[-2].split()[2]) == pytest.approx(rewards.astype(float).mean(), rel=1e-4)
     assert lines[-1] == "the quantiles are exact"
+    assert text_of(capsys, "stats", case.folder, "--field", "observation,reward").splitlines() == lines
 
 
 def test_stats_of_nothing_end_with_2(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,18 @@ def test_the_newest_ten_are_shown_if_none_is_named_and_only_the_fields_that_are(
     assert len(found["reward"]["step"]) == sum(case.lengths[number] for number in range(4, 14))
 
 
+def test_S4_27_episodes_and_fields_may_be_joined_by_commas(case: Case, tmp_path: Path) -> None:
+    each = ["3", "6", "--field", "reward", "--field", "action"]
+    for number, arguments in enumerate([each, ["3,6", "--field", "reward,action"]]):
+        assert main("view", case.folder, *arguments, "--save", tmp_path / f"{number}.rrd") == 0
+    found = [recorded(tmp_path / f"{number}.rrd") for number in range(2)]
+    assert found[0]["reward"]["Scalars:scalars"] == found[1]["reward"]["Scalars:scalars"]
+    assert [text for (text,) in found[0]["episode"]["TextDocument:text"]] == [
+        text for (text,) in found[1]["episode"]["TextDocument:text"]
+    ]
+    assert {"reward", "action"} < found[0].keys() == found[1].keys()
+
+
 def test_text_is_logged_and_what_cannot_be_drawn_is_left_out(tmp_path: Path) -> None:
     fields = {"text": "U8", "words": ("U8", 2), "wide": ("float", 100), "wave": "complex64"}
     with ReplayBuffer(tmp_path / "buffer", 3, 4, fields) as buffer:
