@@ -568,6 +568,24 @@ def test_S3_23_priorities_are_drawn_by_as_they_are_and_weigh_nothing(buffer):
     assert set(batch["_weights"].tolist()) == {1.0}
 
 
+def test_S3_23_a_step_comes_with_its_priority_which_is_read_and_set(tmp_path):
+    """`set_priority` is `update_priorities`, `get_priority` `priorities`: 0 where the step is gone."""
+    how = {"timestep_level": True, "prioritized": Prioritized.like("reagent")}
+    with ReplayBuffer(tmp_path, None, 9, {"reward": "float"}, capacity=4, publish="step") as buffer:
+        buffer.add(reward=0.0)
+        buffer.sample(1, **how)
+        for t in range(1, 5):
+            buffer.add(reward=t, priority=float(t))
+        steps = [(0, t) for t in range(5)]
+        assert buffer.priorities(steps).tolist() == [0, 1, 2, 3, 4]  # the ring forgot the first
+        buffer.update_priorities(steps[2:4], [8.0, 0.0])
+        assert buffer.priorities(steps).tolist() == [0, 1, 8, 0, 4]
+        batch = buffer.sample(200, seed=0, **how)
+        assert set(batch["reward"].tolist()) == {1, 2, 4}
+        shares = {1: 1 / 13, 2: 8 / 13, 4: 4 / 13}
+        assert batch["_probabilities"].tolist() == pytest.approx([shares[t] for t in batch["reward"].tolist()])
+
+
 def test_S5_11_an_unknown_variant_is_refused(buffer):
     """Capacity is the buffer's own."""
     with pytest.raises(ValueError, match="variant: got 'rank_based', expected one of 'proportional', 'rank'"):
