@@ -318,7 +318,7 @@ class BatchBuilder:
         if t is not self.t:
             outside = t.view(np.uint64) >= self.length.view(np.uint64)  # a negative one is a huge one
             beyond = outside.nonzero()[0] if TRUE in outside.tobytes() else NONE
-        for group in self.folders.groups_of(names, prefix):
+        for group in self.folders.groups[(prefix, *names)]:
             final = group.final
             if len(t) * group.largest > MAX_BATCH_BYTES:
                 self._refuse_fields(group, 1)
@@ -348,7 +348,7 @@ class BatchBuilder:
         plans: dict[bool, tuple[IntArray | RowRanges, BoolArray | None]] = {}
         in_one_piece = isinstance(offsets, range) and offsets.step == 1
         steps = len(offsets) if isinstance(offsets, range) else offsets.shape[-1]
-        for group in self.folders.groups_of(names, prefix):
+        for group in self.folders.groups[(prefix, *names)]:
             final = group.final
             if len(self.t) * steps * group.largest > MAX_BATCH_BYTES:
                 self._refuse_fields(group, steps)
@@ -605,9 +605,9 @@ class BatchBuilder:
     def _copied(self, name: str, rows: IntArray | RowRanges) -> Array:
         """Rows of a field, folder by folder: (B, …, *field)."""
         if self.folders.mirrored:
-            self._bring([RowGather(self.folders.groups_of((name,))[0], rows)])
+            self._bring([RowGather(self.folders.groups["", name][0], rows)])
         if name in self.folders.coded:
-            return self._decoded(name, [RowGather(self.folders.groups_of((name,))[0], rows)])[0]
+            return self._decoded(name, [RowGather(self.folders.groups["", name][0], rows)])[0]
         return self._copied_there(name, rows)
 
     def _copied_there(self, name: str, rows: IntArray | RowRanges, only: Storage | None = None) -> Array:
@@ -698,7 +698,7 @@ class BatchBuilder:
 
     def require_size(self, name: str, steps: int) -> None:
         """Raise SchemaError where so many timesteps an item of a field are too many."""
-        group = self.folders.groups_of((name,))[0]
+        group = self.folders.groups["", name][0]
         if len(self.t) * steps * group.largest > MAX_BATCH_BYTES:
             self._refuse_fields(group, steps)
 

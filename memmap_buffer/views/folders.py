@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, is_, itemgetter
@@ -17,6 +17,7 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import GENERATION, STATE_WORD, WORDS
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import renew_after_fork
+from memmap_buffer.schema import Field
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.by_address import Reach
 from memmap_buffer.views.memory_pool import Pool
@@ -45,6 +46,32 @@ class FieldGroup(NamedTuple):
     final: bool
     plain: bool
     largest: int
+
+
+class FieldGroups(dict[tuple[str, ...], tuple[FieldGroup, ...]]):
+    """By (prefix, *names): these fields in their order, as groups of neighbours; each is `prefix` + name in a batch.
+
+    A dict, so that what is there is found without a call.
+    """
+
+    def __init__(self, fields: Mapping[str, Field]) -> None:
+        super().__init__()
+        self._fields = fields
+
+    def __missing__(self, key: tuple[str, ...]) -> tuple[FieldGroup, ...]:
+        fields, prefix, names = self._fields, key[0], key[1:]
+        neighbours = [(final, [*each]) for final, each in groupby(names, lambda name: fields[name].final)]
+        self[key] = tuple(
+            FieldGroup(
+                tuple(prefix + name for name in each),
+                tuple(each),
+                final,
+                plain=all(fields[name].dtype != "bfloat16" for name in each),
+                largest=max(INDEX_BYTES, *(fields[name].itemsize for name in each)),
+            )
+            for final, each in neighbours
+        )
+        return self[key]
 
 
 class Group(NamedTuple):
@@ -161,6 +188,7 @@ class Folders:
         numbers: by which anchors name the folders: shards by their names, other folders 0, 1, 2, … There are at least
             as many as storages. Another folder may take the place of one; no folder takes another place.
         single: whether there is one folder, and never another.
+        groups: its fields as they are read together.
         pool: the memory of batches.
         coded: the fields that are compressed in some of them.
         mirrored: whether rows of some have to be fetched before they are copied.
@@ -185,11 +213,11 @@ class Folders:
         renew_after_fork(self)
         self._looked = True
         self._by_number: Mapping[int, Storage] = {}
-        self._places: tuple[tuple[Storage, ...], IntArray | None] = (), None  # see `_place`
+        self._places: tuple[tuple[Storage, ...], IntArray] = (), self.numbers  # see `_places`
         self._tables: tuple[EpisodeTable, ...] = ()
         self._changes: list[int] = []
         self._reached: Reach | None = None
-        self._groups: dict[tuple[str, ...], tuple[FieldGroup, ...]] = {}
+        self.groups = FieldGroups(self.schema.fields)
         self._take_in(by_number)
 
     def renew(self) -> None:
@@ -306,48 +334,23 @@ class Folders:
                 self._take_in(self.shards.reach(np.unique(numbers).tolist()))
 
     def _has(self, numbers: IntArray) -> bool:
-        storages, places = self._places
-        if int(numbers.max(initial=-1)) >= (len(storages) if places is None else len(places)):
-            return False
-        return places is None or int(places.take(numbers).min(initial=0)) >= 0
+        places = self._places[1]
+        return int(numbers.max(initial=-1)) < len(places) and int(places.take(numbers).min(initial=0)) >= 0
 
     def places(self, numbers: IntArray) -> tuple[tuple[Storage, ...], IntArray] | None:
         """The folders, and which of them has each number; None where there is none of a number."""
         if int(numbers.min(initial=0)) < 0 or not self._has(numbers):
             return None
         storages, places = self._places  # at least those that were looked at, as another thread may have found more
-        return storages, numbers if places is None else places.take(numbers)
+        return storages, places.take(numbers)
 
     def numbered(self, number: int) -> Storage | None:
         """The folder of a number, None where there never was one."""
-        storages, places = self._places
-        if not 0 <= number < (len(storages) if places is None else len(places)):
-            return None
-        place = number if places is None else int(places[number])
-        return None if place < 0 else storages[place]
+        return self._by_number.get(number)
 
     def by_number(self, tables: Sequence[EpisodeTable]) -> list[tuple[int, Storage, EpisodeTable]]:
         """(number, folder, table) by ascending numbers; `tables` were read before folders that were found since."""
         return sorted(zip(self.numbers.tolist(), self.storages, tables, strict=False), key=itemgetter(0))
-
-    def groups_of(self, names: Iterable[str], prefix: str = "") -> tuple[FieldGroup, ...]:
-        """Fields in their order, as groups of neighbours; each has the key `prefix` + name in a batch."""
-        key = (prefix, *names)
-        groups = self._groups.get(key)
-        if groups is None:
-            fields = self.schema.fields
-            neighbours = [(final, [*each]) for final, each in groupby(key[1:], lambda name: fields[name].final)]
-            groups = self._groups[key] = tuple(
-                FieldGroup(
-                    tuple(prefix + name for name in each),
-                    tuple(each),
-                    final,
-                    plain=all(fields[name].dtype != "bfloat16" for name in each),
-                    largest=max(INDEX_BYTES, *(fields[name].itemsize for name in each)),
-                )
-                for final, each in neighbours
-            )
-        return groups
 
     # Records
 
@@ -382,7 +385,7 @@ class Folders:
         if anchors.folder is None or not anchors.size:
             words, same, changes = storages[0].look_up(anchors.slot, anchors.serial, trusted)
             return Found(Anchors(*anchors[:-1], words), group=Group(storages[0], EVERY, EVERY, changes)), same
-        of = anchors.folder if places is None else places.take(anchors.folder)
+        of = places.take(anchors.folder)
         reach = self._reach(storages)
         if reach.usable:
             anchors, same = reach.look_up(of, anchors)
@@ -407,10 +410,8 @@ def id_of(storage: Storage) -> str:
     return "" if storage.withdrawn else storage.layout.id
 
 
-def _places(numbers: IntArray) -> IntArray | None:
-    """Where each number stands in a list of them, -1 for those that do not; None where they are 0, 1, 2, …"""
-    if (numbers == np.arange(len(numbers))).all():
-        return None
-    places = np.full(numbers.max() + 1, -1)
+def _places(numbers: IntArray) -> IntArray:
+    """(N,) where each number stands in a list of them, -1 for those that do not."""
+    places = np.full(numbers.max(initial=-1) + 1, -1)
     places[numbers] = np.arange(len(numbers))
     return places
