@@ -155,6 +155,14 @@ class Index:
         """`count` anchors drawn with replacement: uniformly, or by weight if they have one."""
         return self.locate(self.pick(rng.random(count)))
 
+    def draw_like(self, anchors: Anchors, rng: np.random.Generator) -> Anchors:
+        """As many anchors from each folder as before; from any folder for one that has none left."""
+        if anchors.folder is None:
+            return self.draw(anchors.size, rng)
+        low, high = self.bounds(anchors.folder), self.bounds(anchors.folder + 1)
+        low, high = np.where(low < high, low, 0), np.where(low < high, high, len(self))
+        return self.locate(self.pick(rng.random(anchors.size), low, high))
+
     @property
     def digest(self) -> int:
         """A number that differs for other anchors or weights; the same in every process."""

@@ -1,4 +1,4 @@
-"""Chance: shuffles that hold no list, crops, and exact shares; each number is computed without those before it."""
+"""Chance: shuffles that hold no list, and exact shares; each number is computed without those before it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import numpy.typing as npt
 
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.items.index import Index
-from memmap_buffer.items.selection import Selection
-from memmap_buffer.views.anchors import GOLDEN, Anchors, splitmix
-from memmap_buffer.views.folders import Folders
+from memmap_buffer.views.anchors import GOLDEN, splitmix
 
 ROUNDS = 6
 FEW = 512  # items: the network favours some orders of so few, and to sort them takes no longer
@@ -61,30 +59,6 @@ class Permutation:
             mixed = (mixed ^ (mixed >> U64(29))) * U64(0xBF58476D1CE4E5B9)
             high, low = low, high ^ ((mixed >> U64(32)) & mask)
         return np.asarray((high << half) | low)
-
-
-def crop(selection: Selection, folders: Folders, anchors: Anchors, rng: np.random.Generator) -> Anchors:
-    """Give each item its chance, if the selection has a use for it, and move the anchors of a view that is random."""
-    if not selection.random:
-        return anchors
-    # Each item takes one number of the sequence, so that a part of an epoch is as in the whole of it.
-    anchors = anchors._replace(chance=rng.integers(0, 2**64, anchors.size, np.uint64))
-    if not selection.view.random:
-        return anchors
-    return anchors._replace(
-        t=selection.view.crop(folders.find(anchors, trusted=False).anchors.length, anchors.uniform(0))
-    )
-
-
-def draw_like(
-    selection: Selection, folders: Folders, index: Index, anchors: Anchors, rng: np.random.Generator
-) -> Anchors:
-    """As many anchors from each folder as before; from any folder for one that has none left."""
-    if anchors.folder is None:
-        return crop(selection, folders, index.draw(anchors.size, rng), rng)
-    low, high = index.bounds(anchors.folder), index.bounds(anchors.folder + 1)
-    low, high = np.where(low < high, low, 0), np.where(low < high, high, len(index))
-    return crop(selection, folders, index.locate(index.pick(rng.random(anchors.size), low, high)), rng)
 
 
 class BlockShuffle:

@@ -19,7 +19,6 @@ from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.marked import Watch
 from memmap_buffer.items.selection import Selection
-from memmap_buffer.items.shuffle import crop, draw_like
 from memmap_buffer.loading.options import Output, parse, selection_of
 from memmap_buffer.loading.read_ahead import ANSWER_SECONDS, Disk
 from memmap_buffer.priority.options import Prioritized
@@ -86,6 +85,8 @@ class BatchReader:
         folders: the folders that are read.
         options: as `Options` names them; they stay in this process.
 
+    Attributes: frozen: whether its index stays as it is, as in a worker.
+
     Raises:
         SchemaError: the options contradict each other or the schema.
     """
@@ -108,28 +109,16 @@ class BatchReader:
         self._watch = None if self.selection.mark is None else Watch(self.selection.mark)
         self._made_of: tuple[tuple[EpisodeTable, ...], tuple[Any, ...]] = (), ()
         self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None
-        self._frozen = self._by_anchors = False
+        self.frozen = self._by_anchors = False
         self._process = process_id()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a worker's reader: paths, options, and the index if positions count in it; no callables."""
-        selection = self.selection
-        state = {"folders": self.folders, "selection": selection.without_callables(), "output": self.output}
-        frozen = self._frozen or selection.has_callables
-        state |= {
-            "on_stale": self.on_stale,
-            "hindsight": self.hindsight,
-            "prioritized": self.prioritized,
-            "_has_text": self._has_text,
-            "_is_plain": self._is_plain,
-            "_ends": self._ends,
-            "_plan": self._plan,
-            "_index": self.index() if frozen or not self._by_anchors else None,
-            "_watch": self._watch,
-            "_made_of": ((), ()),
-            "_living": None,
-        }
-        return {**state, "_frozen": frozen, "_by_anchors": self._by_anchors, "_process": self._process}
+        frozen = self.frozen or self.selection.has_callables
+        index = self.index() if frozen or not self._by_anchors else None
+        state = self.__dict__ | {"selection": self.selection.without_callables(), "frozen": frozen, "_index": index}
+        state |= {"_made_of": ((), ()), "_living": None}
+        return {name: value for name, value in state.items() if name not in ("given", "_disk")}
 
     def by_anchors(self) -> BatchReader:
         """A copy for processes that are given anchors and no positions, and so need no index before one is gone."""
@@ -149,18 +138,13 @@ class BatchReader:
 
     def index(self, refresh: bool = False) -> Index:
         """The anchors as of the last refresh; `refresh` looks for new episodes first."""
-        if self._index is None or (refresh and not self._frozen):
+        if self._index is None or (refresh and not self.frozen):
             tables = self.folders.refresh()
             marks = () if self._watch is None else self._watch.stamp(self.folders.storages)
             if self._index is None or (tables, marks) != self._made_of:
                 self._index = self.selection.index(self.folders, tables, self._index)
                 self._made_of = tables, marks
         return self._index
-
-    @property
-    def frozen(self) -> bool:
-        """Whether its index stays as it is, as in a worker."""
-        return self._frozen
 
     @property
     def reads_together(self) -> bool:
@@ -186,8 +170,16 @@ class BatchReader:
         return NotEnoughDataError(text, episodes=episodes)
 
     def crop(self, anchors: Anchors, rng: Callable[[], np.random.Generator]) -> Anchors:
-        """Give items their chance, see `shuffle.crop`; a generator is made only where it is used."""
-        return crop(self.selection, self.folders, anchors, rng()) if self.selection.random else anchors
+        """Give each item its chance, if there is a use for it, and move the anchors of a view that is random."""
+        if not self.selection.random:
+            return anchors
+        # Each item takes one number of the sequence, so that a part of an epoch is as in the whole of it.
+        anchors = anchors._replace(chance=rng().integers(0, 2**64, anchors.size, np.uint64))
+        view = self.selection.view
+        if not view.random:
+            return anchors
+        length = self.folders.find(anchors, trusted=False).anchors.length
+        return anchors._replace(t=view.crop(length, anchors.uniform(0)))
 
     def read(self, drawn: Anchors | Found) -> Columns:
         """The batch at some anchors.
@@ -310,15 +302,15 @@ class BatchReader:
             raise self.gone(anchors.serial[gone])
         index = self._index_now()
         self.require(index)
-        others = draw_like(self.selection, self.folders, index, anchors.where(gone), np.random.default_rng())
-        return anchors.replaced(gone, others)
+        rng = np.random.default_rng()
+        return anchors.replaced(gone, self.crop(index.draw_like(anchors.where(gone), rng), lambda: rng))
 
     def _index_now(self) -> Index:
         """The anchors that exist now; `index` stays, as positions of a dataset count in it until it is refreshed."""
         tables = self.folders.tables
         if self._living is None or tables != self._living[0]:
             # A callable filter is never called in a worker: there, the anchors that it chose are only thinned out.
-            thinned = self._frozen or (self.selection.has_callables and process_id() != self._process)
+            thinned = self.frozen or (self.selection.has_callables and process_id() != self._process)
             self._living = tables, self.index().living(self.folders) if thinned else self.selection.index(self.folders)
         return self._living[1]
 

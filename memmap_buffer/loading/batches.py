@@ -13,7 +13,6 @@ import numpy as np
 from memmap_buffer.dtypes import Array, all_of, decode, loaded_torch, of_mask, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.index import Index
-from memmap_buffer.items.shuffle import draw_like
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.options import make_tuple
 from memmap_buffer.schema import LENGTHS, nest
@@ -289,7 +288,7 @@ def items_at(reader: BatchReader, index: Index, indices: Array) -> Anchors:
     if reader.on_stale == "raise":
         raise reader.gone(lost.serial)
     rng = form_of(reader.output.format).rng()
-    return anchors.replaced(missing, draw_like(reader.selection, reader.folders, index, lost, rng))
+    return anchors.replaced(missing, reader.crop(index.draw_like(lost, rng), lambda: rng))
 
 
 def _require_gone(reader: BatchReader, lost: Anchors) -> None:
