@@ -5,7 +5,7 @@ An `Index` is a cumulative count per run, 36 bytes an episode (with `filter_fiel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
@@ -102,36 +102,25 @@ class Index:
         for number, _, table in folders.by_number(folders.tables):
             mine = number_of == number
             keep[mine] = table.shows(self.slot[mine], self.serial[mine])
-        return replace(
-            self,
-            slot=self.slot[keep],
-            serial=self.serial[keep],
-            first=self.first[keep],
-            starts=sums(np.diff(self.starts)[keep]),
-            folder=None if self.folder is None else self.folder[keep],
-            last=None if self.last is None else self.last[keep],
-            weight_sums=None if self.weight_sums is None else sums(np.diff(self.weight_sums)[keep]),
-        )
+        return self._changed(lambda name, values: values[keep])
 
     def with_run(self, at: int, *, serial: int, count: int, folder: int) -> Index:
         """The index with one more run before run `at`, of an episode that is gone: its items are found to be stale."""
+        run = {"slot": 0, "serial": serial, "first": 0, "starts": count, "folder": folder}
+        run["last"] = np.iinfo(np.int64).max
+        # It weighs nothing as long as other runs are left: draws by weight are from these.
+        run["weight_sums"] = int(self.weight_sums is not None and not self.weight_sums[-1])
+        return self._changed(lambda name, values: np.insert(values, at, run[name]))
 
-        def put(values: Any, value: int) -> Any:
-            return None if values is None else np.insert(values, at, value)
-
-        return replace(
-            self,
-            slot=put(self.slot, 0),
-            serial=put(self.serial, serial),
-            first=put(self.first, 0),
-            starts=sums(put(np.diff(self.starts), count)),
-            folder=put(self.folder, folder),
-            last=put(self.last, np.iinfo(np.int64).max),
-            # It weighs nothing as long as other runs are left: draws by weight are from these.
-            weight_sums=None
-            if self.weight_sums is None
-            else sums(put(np.diff(self.weight_sums), int(not self.weight_sums[-1]))),
-        )
+    def _changed(self, change: Callable[[str, Any], Any]) -> Index:
+        """The index with each column of its runs changed, of sums what each run adds to them."""
+        columns: dict[str, Any] = {}
+        for name in ("slot", "serial", "first", "folder", "last", "starts", "weight_sums"):
+            values, is_sums = getattr(self, name), name in ("starts", "weight_sums")
+            if values is not None:
+                changed = change(name, np.diff(values) if is_sums else values)
+                columns[name] = sums(changed) if is_sums else changed
+        return replace(self, **columns)
 
     def pick(self, u: FloatArray, low: IntArray | int = 0, high: IntArray | int | None = None) -> IntArray:
         """The positions of the anchors that numbers fall on when [0, 1) is divided among anchors, by weight if any.
