@@ -17,7 +17,7 @@ IfExists: TypeAlias = Literal["error", "resume", "overwrite"]
 OnDamaged: TypeAlias = Literal["raise", "skip"]
 
 Format: TypeAlias = Literal["torch", "numpy"]
-Shuffle: TypeAlias = bool | Literal["block"]
+Shuffle: TypeAlias = Literal[False, True, "block"]
 Tail: TypeAlias = Literal["pad", "drop", "uneven"]
 OnStale: TypeAlias = Literal["redraw", "raise"]
 Padding: TypeAlias = Literal["zero", "edge", "default"]

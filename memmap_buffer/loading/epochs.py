@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from memmap_buffer.choices import OnStale, Tail, check_choice
+from memmap_buffer.choices import Shuffle as ShuffleChoice
 from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.host import host_name
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
 WINDOW_BYTES = 256 << 20  # items that `shuffle="block"` shuffles together unless told otherwise take so many
-SHUFFLES = (False, True, "block")
 SMALLER = (
     "%s: cache_bytes=%d has room for windows of %d items: shuffle='block' mixes so many, from %d places, and not %d "
     "from %d; give more to mix more"
@@ -524,8 +524,7 @@ def _default_window(reader: BatchReader, index: Index) -> int:
 
 
 def _check_shuffle(shuffle: object, window: object, weight_by: object) -> None:
-    if shuffle not in SHUFFLES:
-        raise SchemaError(f"shuffle: got {shuffle!r}, expected one of {', '.join(map(repr, SHUFFLES))}")
+    check_choice("shuffle", shuffle, ShuffleChoice)
     if window is not None and (shuffle != "block" or type(window) is not int or window < 1):
         raise SchemaError(
             f"shuffle_window: got {window!r} with shuffle={shuffle!r}, expected how many items shuffle='block' "

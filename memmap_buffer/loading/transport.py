@@ -69,16 +69,13 @@ class Leaf:
         self.dtype, self.start, self.shape, self.stride = dtype, start, shape, stride
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Leaf, (self.dtype, self.start, self.shape, self.stride)
+        return type(self), (self.dtype, self.start, self.shape, self.stride)
 
 
 class ArrayLeaf(Leaf):
     """The place of an array."""
 
     __slots__ = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ArrayLeaf, (self.dtype, self.start, self.shape, self.stride)
 
 
 class Task(NamedTuple):
