@@ -54,15 +54,14 @@ class Disk(threading.local):
             return
         if builder.folders.mirrored:  # their rows are fetched
             return
-        wanted: dict[str, list[tuple[IntArray, IntArray]]] = {}
-        for name, low, high in builder.row_ranges():
-            wanted.setdefault(name, []).append((low, high))
         coded = list[tuple[Storage, str, IntArray, IntArray]]()
-        for name, each in wanted.items():
-            gap = ROW_GAP // max(1, builder.schema.fields[name].in_file.itemsize)
-            for storage, chosen, *_ in builder.found.groups:
-                rows = [part.reshape(len(builder.t), -1)[chosen].ravel() for pair in each for part in pair]
-                low, high = np.concatenate(rows[::2]), np.concatenate(rows[1::2])
+        for storage, chosen, *_ in builder.found.groups:
+            wanted: dict[str, list[Rows]] = {}
+            for rows in builder.rows_of(chosen):
+                wanted.setdefault(rows.name, []).append(rows)
+            for name, each in wanted.items():
+                gap = ROW_GAP // max(1, builder.schema.fields[name].in_file.itemsize)
+                low, high = (np.concatenate(part) for part in [*zip(*each, strict=True)][1:])
                 will_need(storage.maps.rows[name], joined(low, high, gap))
                 if name in storage.maps.coded:
                     coded.append((storage, name, low, high))

@@ -7,7 +7,7 @@ copies all of them, and `fresh` tells whether every episode is still what it was
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +18,7 @@ from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import FALSE, TRUE, Array, decode
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.journal import CHANGES
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPEN, START, STOP, TERMINATED, Words
 from memmap_buffer.format.source import Fetched, Rows
 from memmap_buffer.format.storage import Storage
@@ -516,8 +517,7 @@ class BatchBuilder:
     def _padded_lists(self, name: str, gather: RowGather) -> tuple[Array, IntArray]:
         """The lists of some rows (B, …, L, *members), zeros behind the end of each; (B, …) how long they are."""
         _, rows, *_ = gather
-        field, count = self.schema.fields[name], len(self.t)
-        lead = (count, rows.steps) if isinstance(rows, RowRanges) else rows.shape
+        field, count, lead = self.schema.fields[name], len(self.t), rows.shape
         length = np.zeros(lead, np.int64)
         groups = []
         for storage, chosen, *_ in self.found.groups:
@@ -545,7 +545,7 @@ class BatchBuilder:
     def _decoded(self, name: str, wanted: Sequence[RowGather]) -> list[Array]:
         """Rows of a compressed field, each (B, …, *field): a blob that is wanted several times is decoded once."""
         field, count = self.schema.fields[name], len(self.t)
-        leads = [(count, g.rows.steps) if isinstance(g.rows, RowRanges) else g.rows.shape for g in wanted]
+        leads = [gather.rows.shape for gather in wanted]
         stops = np.cumsum([0, *map(math.prod, leads)])
         out = self._pool.empty((int(stops[-1]), *field.shape), field.storage)
         for storage, chosen, *_ in self.found.groups:
@@ -591,13 +591,7 @@ class BatchBuilder:
             if whole is not None:
                 self._fetched.append(whole)
                 continue
-            rows = [
-                Rows(name, *_ranges_of(column.rows, len(self.t), chosen))
-                for column in columns
-                if type(column) is RowGather
-                for name in column.group.names
-            ]
-            wanted.append((storage, rows))
+            wanted.append((storage, self.rows_of(chosen, columns)))
             source = storage.mirror
         if wanted:
             self._fetched.append(source.bring(wanted))
@@ -635,8 +629,7 @@ class BatchBuilder:
         if order is None:
             return self._copied_there(name, rows, groups[0].storage)
         rows, field = rows[order], self.schema.fields[name]
-        lead = (len(rows.row), rows.steps) if isinstance(rows, RowRanges) else rows.shape
-        by_folder = self._pool.empty((*lead, *field.shape), field.storage)
+        by_folder = self._pool.empty((*rows.shape, *field.shape), field.storage)
         for storage, _, part, _ in groups:
             if isinstance(rows, RowRanges):
                 by_folder[part] = rows[part].copy(storage, name, self._pool)
@@ -652,7 +645,7 @@ class BatchBuilder:
         """
         since, has_since, only = self._since, self._since is not None, self.found.only
         nothing_else = self._there is None and self._broken is None and self._following is None and not self._fetched
-        if has_since and nothing_else and only is not None and only.changes == since:
+        if has_since and nothing_else and only is not None and only.maps.state.item(CHANGES) == since:
             return None
         same = self.found.unchanged()
         if has_since and self._ends.names and self._ends.after and self._ends.marked:
@@ -685,12 +678,17 @@ class BatchBuilder:
                 out |= {key: out[key][:, :-less] for key in keys}
         return out
 
-    def row_ranges(self) -> Iterator[tuple[str, IntArray, IntArray]]:
-        """The rows that `copy` will read: (field, first rows, ends of rows), (B,) or (B * K,) each, item by item."""
-        for column in self.batch.values():
+    def rows_of(self, chosen: Any, columns: Iterable[Column] | None = None) -> list[Rows]:
+        """The rows that `copy` will read for some items, item by item; of all columns, or of these."""
+        out = []
+        for column in self.batch.values() if columns is None else columns:
             if type(column) is RowGather:
-                low, high = _ranges_of(column.rows, len(self.t), EVERY)
-                yield from ((name, low, high) for name in column.group.names)
+                rows = column.rows
+                low, high = rows.rows() if isinstance(rows, RowRanges) else (rows.ravel(), rows.ravel() + 1)
+                if chosen is not EVERY:
+                    low, high = (part.reshape(len(self.t), -1)[chosen].ravel() for part in (low, high))
+                out += [Rows(name, low, high) for name in column.group.names]
+        return out
 
     def _refuse_fields(self, group: FieldGroup, steps: int) -> None:
         name = max(group.names, key=lambda name: self.schema.fields[name].itemsize)
@@ -712,14 +710,6 @@ class BatchBuilder:
             f"{what}: a batch of {len(self.t)} items takes {size / 2**30:.1f} GiB, more than "
             f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave it out, or cut windows"
         )
-
-
-def _ranges_of(rows: IntArray | RowRanges, count: int, chosen: Any) -> tuple[IntArray, IntArray]:
-    """(first rows, ends of rows), those of some of `count` items, item by item."""
-    low, high = rows.rows() if isinstance(rows, RowRanges) else (rows.ravel(), rows.ravel() + 1)
-    if chosen is not EVERY:
-        low, high = (part.reshape(count, -1)[chosen].ravel() for part in (low, high))
-    return low, high
 
 
 def find_following(folders: Folders, anchors: Anchors) -> tuple[IntArray, Found]:

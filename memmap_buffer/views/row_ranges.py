@@ -66,6 +66,11 @@ class RowRanges:
         self.row, self.lead, self.stop, self.steps, self.padding = row, lead, stop, steps, padding
         self.further = further
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, K), as of rows by number."""
+        return len(self.row), self.steps
+
     def __getitem__(self, chosen: Any) -> RowRanges:
         """Some of the items."""
         further = None if self.further is None else self.further.among(chosen, len(self.row))
