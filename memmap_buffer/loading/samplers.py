@@ -95,7 +95,11 @@ class UniformSampler:
         """
         records: Found | Anchors
         with self._turn:
-            live = self._followed() if self._may_follow else None
+            live = self._live
+            if live is None and self._may_follow:
+                live = self._begin_to_follow()
+            if live is not None and not (live.follow() and live.num_anchors):
+                live = None
             source = self.reader.index(refresh=True) if live is None else live
             of, block, count = (source if live is None else live.mark, batch_size), self._block, 1
             if alone:
@@ -152,15 +156,13 @@ class UniformSampler:
             chosen[mine] = source.pick(rng.random(len(mine)), low, high)
         return reader.folders.find(reader.crop(source.locate(chosen), lambda: rng))
 
-    def _followed(self) -> LiveIndex | None:
-        """The anchors of the one folder, at the cost of what changed; None where there are none, or an index tells."""
-        live, folders = self._live, self.reader.folders
-        if live is None:
-            folders.refresh()  # what is to be checked is told of the episodes that there are
-            if not folders.storages[0].tells_by_counter:
-                return None
-            live = self._live = LiveIndex(self.reader.selection, folders)
-        return live if live.follow() and live.num_anchors else None
+    def _begin_to_follow(self) -> LiveIndex | None:
+        """The anchors of the one folder, at the cost of what changes; None as long as an index tells of them."""
+        folders = self.reader.folders
+        folders.refresh()  # what is to be checked is told of the episodes that there are
+        if folders.storages[0].tells_by_counter:
+            self._live = LiveIndex(self.reader.selection, folders)
+        return self._live
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Columns:
         """A batch, no item of which is there twice. Raises NotEnoughDataError: there are not so many."""
