@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -674,3 +676,19 @@ def test_the_slow_definition_forgets_the_oldest():
         (3, 1, [1, 2]),
         (4, 0, [7, 8]),
     ]
+
+
+def test_runs_that_leave_or_are_added_keep_the_weights_of_the_others() -> None:
+    slots, weights = np.arange(3), np.array([0.0, 2.0, 3.0, 7.0])
+    index = Index(slots, slots + 100, slots * 10, np.array([0, 5, 10, 15]), weight_sums=weights)
+    u = np.linspace(0, 1, 200, endpoint=False)
+    added = index.with_run(1, serial=100, count=4, folder=0)
+    assert (len(added), added.serial.tolist()) == (19, [100, 100, 101, 102])
+    shares = [int(np.count_nonzero(added.locate(added.pick(u)).t // 10 == place)) for place in range(3)]
+    assert np.allclose(np.diff(added.weight_sums), [2, 0, 1, 4])  # nothing, as long as others are left
+    assert np.allclose(shares, np.diff(weights) / 7 * 200, atol=1)
+    alone = replace(index, weight_sums=np.zeros(4)).with_run(3, serial=103, count=4, folder=0)
+    assert set(alone.locate(alone.pick(u)).serial.tolist()) == {103}
+    table = SimpleNamespace(shows=lambda slot, serial: serial != 101)
+    left = index.living(SimpleNamespace(tables=(), by_number=lambda tables: [(0, None, table)]))  # type: ignore[arg-type]
+    assert (len(left), left.serial.tolist(), np.diff(left.weight_sums).tolist()) == (10, [100, 102], [2, 4])
