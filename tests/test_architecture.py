@@ -15,6 +15,7 @@ import parts
 import pytest
 
 import memmap_buffer
+from memmap_buffer import adapters
 
 parse = cache(ast.parse)
 PACKAGE = Path(memmap_buffer.__file__).parent
@@ -33,7 +34,9 @@ LATER = {
     "ssl",
     "subprocess",
 }
-ROOF = {"", "__main__", "compat", "memmap_replay_buffer", "memmap_replay_datasets"}
+ROOF = {"__main__", "compat", "memmap_replay_buffer", "memmap_replay_datasets"}
+DOORS = {"", "adapters"}  # public: what is behind them knows nothing of them
+EDGES = {"cli", "interop"}  # they stand before the doors
 VAGUE = {"found", "one", "known", "given", "held", "told", "left"}  # of what, a name should say
 NO_THING = re.compile(r"(What|Which|Those|One|The same)\b")  # at the begin of a docstring
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
@@ -86,10 +89,12 @@ def imports_of_each(sources: dict[str, str]) -> dict[str, set[str]]:
 def upward_imports(sources: dict[str, str], floors: list[str]) -> list[str]:
     """Imports that do not go down the list of packages; other modules lie below all, but for those on the roof."""
 
-    def height(module: str) -> int:
+    def height(module: str) -> float:
         package = module.split(".")[0]
         if package in floors:
             return len(floors) - floors.index(package)
+        if module in DOORS:
+            return len([floor for floor in floors if floor not in EDGES]) + 0.5
         return len(floors) + 1 if module in ROOF else 0
 
     return [
@@ -182,6 +187,7 @@ def private_names(source: str, *allowed: str) -> list[str]:
     """The names that a source takes from the package and that are not public, but those of the allowed packages."""
     taken = [(module, name) for module, name in imports(parse(source)) if module.split(".")[0] == NAME]
     modules = (
+        "adapters",
         "choices",
         "conditions",
         "environments",
@@ -236,6 +242,17 @@ def test_every_public_name_is_there_when_it_is_asked_for() -> None:
     assert run(code).split() == []
     with pytest.raises(AttributeError, match="no attribute 'unknown'"):
         memmap_buffer.unknown  # noqa: B018
+
+
+def test_every_tool_of_an_adapter_is_there_when_it_is_asked_for_and_loads_no_optional_package_before() -> None:
+    code = """
+import sys
+from memmap_buffer import adapters as a
+print(*{"torch", "gymnasium", "memmap_buffer.interop"} & {*sys.modules})
+print(*[n for n in a.__all__ if n not in dir(a) or n not in a.__doc__ or getattr(a, n) is None])"""
+    assert run(code).split() == []
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        adapters.unknown  # noqa: B018
 
 
 def test_recording_and_reading_an_episode_does_not_import_torch(tmp_path: Path) -> None:
