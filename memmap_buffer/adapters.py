@@ -7,7 +7,9 @@ What stands in `memmap_buffer.interop` needs `memmap_buffer` and this module alo
     names and values    Names, Array, flatten, to_numpy, equal_rows
     pictures            frames_of, is_image, lines_of, draw_lines, MAX_LINES
     episodes            Episode, EpisodeGroup, Readable, progress
-    data sets           Target, import_episodes, exported_episodes, read_names, write_names, read_extra, write_extra
+    tables of episodes  EpisodeColumns, column_of, matching, tags_of, TAGS, Mark
+    data sets           Target, import_episodes, exported_episodes, read_names, write_names, read_extra, write_extra;
+                        LOST: the folder in which `repair` puts what it takes out of a buffer
     environments        schema_of, spaces_of, names_of, encode_space, decode_space, image_codec, resets_by_a_step
 
 Those of data sets and environments are loaded when they are asked for; the latter need the extra `gymnasium`.
@@ -30,6 +32,7 @@ from memmap_buffer.writing.episode import Episode
 from memmap_buffer.writing.episode_group import EpisodeGroup
 
 if TYPE_CHECKING:
+    from memmap_buffer.conditions import column_of, matching
     from memmap_buffer.environments import (
         decode_space,
         encode_space,
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
         schema_of,
         spaces_of,
     )
+    from memmap_buffer.episode_columns import TAGS, EpisodeColumns, tags_of
+    from memmap_buffer.format.marks import Mark
     from memmap_buffer.interop.columns import equal_rows, flatten
     from memmap_buffer.interop.episodes import (
         exported_episodes,
@@ -49,20 +54,26 @@ if TYPE_CHECKING:
         write_names,
     )
     from memmap_buffer.interop.target import Target
+    from memmap_buffer.maintenance.repair import LOST
 
 __all__ = [
+    "LOST",
     "MAX_LINES",
+    "TAGS",
     "AnyPath",
     "Array",
     "Episode",
+    "EpisodeColumns",
     "EpisodeGroup",
     "IfExists",
+    "Mark",
     "Names",
     "Readable",
     "Target",
     "Verify",
     "check_choice",
     "check_count",
+    "column_of",
     "decode_space",
     "draw_lines",
     "encode_space",
@@ -76,6 +87,7 @@ __all__ = [
     "is_image",
     "is_url",
     "lines_of",
+    "matching",
     "names_of",
     "path_of",
     "progress",
@@ -84,12 +96,13 @@ __all__ = [
     "resets_by_a_step",
     "schema_of",
     "spaces_of",
+    "tags_of",
     "to_numpy",
     "write_extra",
     "write_names",
 ]
 
-_LATER = {  # module -> its names: the first needs Gymnasium, the others stand on this module themselves
+_LATER = {  # module -> its names: of an optional package, of tables, or of a module that stands on this one itself
     "environments": {
         "decode_space",
         "encode_space",
@@ -99,6 +112,9 @@ _LATER = {  # module -> its names: the first needs Gymnasium, the others stand o
         "schema_of",
         "spaces_of",
     },
+    "conditions": {"column_of", "matching"},
+    "episode_columns": {"EpisodeColumns", "TAGS", "tags_of"},
+    "format.marks": {"Mark"},
     "interop.columns": {"equal_rows", "flatten"},
     "interop.episodes": {
         "exported_episodes",
@@ -109,6 +125,7 @@ _LATER = {  # module -> its names: the first needs Gymnasium, the others stand o
         "write_names",
     },
     "interop.target": {"Target"},
+    "maintenance.repair": {"LOST"},
 }
 
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
+from memmap_buffer import MemmapBufferError
 from memmap_buffer.cli import browse, doctor_bench, import_export, inspection, maintain, minimal, pictures, remote
 from memmap_buffer.cli.terminal import Problem
-from memmap_buffer.errors import MemmapBufferError
 
 EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
     "info": (inspection.info, "info replay_data"),

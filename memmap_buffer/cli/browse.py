@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.api.concat import ConcatBuffer
+from memmap_buffer import ConcatBuffer, ReplayBuffer
 from memmap_buffer.cli.folders import folders_at, name_of
 from memmap_buffer.cli.minimal import say
 from memmap_buffer.cli.remote import CacheFolder, StorageOptions, parsed

@@ -12,17 +12,22 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer import (
+    DiskSpeed,
+    NotEnoughDataError,
+    ReplayBuffer,
+    Store,
+    Window,
+    available_memory,
+    disk_of,
+    measure_disk_speed,
+    measure_store,
+)
+from memmap_buffer.adapters import flatten, path_of
 from memmap_buffer.cli.folders import disk_use, opened
 from memmap_buffer.cli.minimal import FOUND, clean, say
 from memmap_buffer.cli.remote import StorageOptions, parsed
 from memmap_buffer.cli.terminal import Json, Place, bytes_of, end, progress, say_json, show_table
-from memmap_buffer.errors import NotEnoughDataError
-from memmap_buffer.interop.columns import flatten
-from memmap_buffer.maintenance.disk import DiskSpeed, available_memory, disk_of, measure_disk_speed
-from memmap_buffer.maintenance.store import AT_ONCE, BLOCK_BYTES, CACHE_PLACE, READ_AHEAD, Store, measure_store
-from memmap_buffer.paths import path_of
-from memmap_buffer.views.windows import Window
 
 BATCH = 256
 BURST = 0.02  # seconds: short enough that some bursts meet no other work
@@ -94,22 +99,22 @@ def _of_url(url: str, seconds: float, options: str | None) -> Iterator[Remark]:
         return
     yield Remark("ranges", "the server sends parts of objects")
     yield Remark("round trip", f"{1e3 * store.round_trip:.1f} ms")
-    yield Remark("requests", f"{store.requests:,.0f} small ones a second, {AT_ONCE} at a time")
+    yield Remark("requests", f"{store.requests:,.0f} small ones a second, {store.at_once} at a time")
     yield Remark("bandwidth", f"{bytes_of(store.bandwidth)}/s")
     yield Remark("first batch", f"{store.first_batch():.2g} s with shuffle='block'")
     yield Remark("epoch", f"{_duration(store.epoch())} with shuffle='block', the first time; then as from a folder")
     sample, blocks = store.sample(BATCH), store.blocks_of(BATCH)
     slow = "until the cache has most of the data; use shuffle='block' for the first epochs, or `pull` it"
-    result = f"{sample:.2g} s, {blocks:,.0f} blocks of {BLOCK_BYTES >> 10} KiB for {BATCH} timesteps"
+    result = f"{sample:.2g} s, {blocks:,.0f} blocks of {store.block_bytes >> 10} KiB for {BATCH} timesteps"
     yield Remark("random sample", result, slow if sample > SLOW_SAMPLE else "")
     yield _cache(store)
 
 
 def _cache(store: Store) -> Remark:
-    place = path_of(CACHE_PLACE)
+    place = path_of(store.cache_place)
     free = disk_of(next(path for path in (place, *place.parents) if path.exists())).free_bytes
-    result = f"{bytes_of(store.data_bytes)} when all of it was read; {bytes_of(free)} are free for {CACHE_PLACE}"
-    least = bytes_of(READ_AHEAD)
+    result = f"{bytes_of(store.data_bytes)} when all of it was read; {bytes_of(free)} are free for {store.cache_place}"
+    least = bytes_of(store.read_ahead)
     short = f"give a `cache` on a larger disk, or a `cache_bytes`; below {least} shuffle='block' mixes less"
     return Remark("cache", result, short if store.data_bytes > free else "")
 

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer import ReplayBuffer
+from memmap_buffer.adapters import EpisodeColumns, tags_of
 from memmap_buffer.cli.terminal import Problem, progress
-from memmap_buffer.episode_columns import EpisodeColumns, tags_of
 
 TRIES = 100
 Array: TypeAlias = npt.NDArray[Any]

@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.choices import Verify
+from memmap_buffer import MemmapBufferError, ReplayBuffer, shards_at
+from memmap_buffer.adapters import Verify, is_url
 from memmap_buffer.cli.minimal import agreed, say, shards_of
 from memmap_buffer.cli.terminal import Problem, is_terminal, progress
-from memmap_buffer.errors import MemmapBufferError
-from memmap_buffer.maintenance import pull as pulling
-from memmap_buffer.paths import is_url
 
 POLL = 0.2  # seconds between two updates of a copy's bar
 
@@ -48,7 +45,7 @@ def name_of(place: str) -> str:
 
 
 def _published_at(url: str) -> list[str]:
-    return [name for name in pulling.shards_at(url) if name]
+    return [name for name in shards_at(url) if name]
 
 
 def disk_use(folder: Path) -> tuple[int, int]:

@@ -13,12 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
-from memmap_buffer.choices import IfExists
+from memmap_buffer import MemmapBufferError
+from memmap_buffer.adapters import IfExists
+from memmap_buffer.adapters import Target as ImportTarget
 from memmap_buffer.cli.folders import new_file, opened
 from memmap_buffer.cli.minimal import explained, say
 from memmap_buffer.cli.terminal import Place, Problem, Target, Yes, progress
-from memmap_buffer.errors import MemmapBufferError
-from memmap_buffer.interop.target import Target as ImportTarget
 
 
 @dataclass(frozen=True)

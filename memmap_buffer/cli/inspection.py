@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.api.concat import ConcatBuffer
+from memmap_buffer import Compression, ConcatBuffer, Field, FieldStatistics, ReplayBuffer, compression_of
+from memmap_buffer.adapters import TAGS, column_of, matching
 from memmap_buffer.cli.episodes import Array, marked_table_of, read_episode, serial_of, table_of
 from memmap_buffer.cli.folders import disk_use, folders_at, name_of, opened
 from memmap_buffer.cli.minimal import say, shards_of
@@ -32,11 +32,6 @@ from memmap_buffer.cli.terminal import (
     say_json,
     show_table,
 )
-from memmap_buffer.conditions import column_of, matching
-from memmap_buffer.episode_columns import TAGS
-from memmap_buffer.maintenance.disk import compression_of
-from memmap_buffer.maintenance.statistics import FieldStatistics
-from memmap_buffer.schema import Field
 
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 24
@@ -199,7 +194,7 @@ def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:
     """The facts that `info --json` prints."""
     on_disk, apparent = disk_use(buffer.folder)
     stored = json.loads((buffer.folder / "schema.json").read_text())
-    steps = int(table["length"].sum())
+    steps, saved = int(table["length"].sum()), compression_of(buffer.folder)
     return {
         "folder": str(buffer.folder),
         **{key: stored[key] for key in ("version", "layout", "max_episodes", "max_timesteps", "capacity", "circular")},
@@ -211,16 +206,15 @@ def _facts(buffer: ReplayBuffer, table: dict[str, Array]) -> dict[str, Any]:
         "bytes_apparent": apparent,
         "bytes_per_step": sum(field.itemsize for field in buffer.schema.fields.values()),
         **{name: _summary(table[name]) for name in ("length", "return") if name in table},
-        "fields": {name: _field_facts(buffer, name, field) for name, field in buffer.schema.fields.items()},
-        "meta_fields": {name: _field_facts(buffer, name, field) for name, field in buffer.schema.meta_fields.items()},
+        "fields": {name: _field_facts(field, saved.get(name)) for name, field in buffer.schema.fields.items()},
+        "meta_fields": {name: _field_facts(field) for name, field in buffer.schema.meta_fields.items()},
     }
 
 
-def _field_facts(buffer: ReplayBuffer, name: str, field: Field) -> dict[str, Any]:
+def _field_facts(field: Field, saved: Compression | None = None) -> dict[str, Any]:
     facts = {**asdict(field), "bytes": field.itemsize}
-    if field.codec is not None:
-        codec, stored, raw = compression_of(buffer._storage, name)
-        facts |= {"codec": codec, "bytes_stored": stored, "bytes_raw": raw}
+    if field.codec is not None and saved is not None:
+        facts |= {"codec": saved.codec, "bytes_stored": saved.stored, "bytes_raw": saved.raw}
     return facts
 
 

@@ -11,19 +11,14 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.api.concat import ConcatBuffer
+import memmap_buffer
+from memmap_buffer import ConcatBuffer, Field, Mark, ReplayBuffer, bytes_to_copy
+from memmap_buffer.adapters import matching
 from memmap_buffer.cli import minimal
 from memmap_buffer.cli.episodes import marked_table_of, read_episode, serials_of
 from memmap_buffer.cli.folders import new_folder, opened, require_new, watching
-from memmap_buffer.cli.minimal import FOUND, OK, agreed, print_left_out, say, shards_of
+from memmap_buffer.cli.minimal import FOUND, OK, agreed, codecs_of, print_left_out, say, shards_of
 from memmap_buffer.cli.terminal import Episodes, FolderArgument, Problem, Target, Where, Yes, end, progress
-from memmap_buffer.conditions import matching
-from memmap_buffer.format.marks import Mark
-from memmap_buffer.maintenance import pack as copies
-from memmap_buffer.maintenance.disk import bytes_to_copy
-from memmap_buffer.maintenance.recoding import codecs_of
-from memmap_buffer.schema import Field
 
 Source = Annotated[Path, typer.Argument(help="The folder to copy; it may be in use.", show_default=False)]
 Size = Annotated[int | None, typer.Option(min=1, help="As many as the source, if not given.")]
@@ -48,7 +43,7 @@ def pack(source: Source, target: Target, codec: Codecs = None) -> None:
     """Copy a buffer into a new folder that is read-only and without holes: the form to keep and to publish."""
     wanted = codecs_of(codec)
     with nullcontext() if wanted else watching("packing", target, bytes_to_copy(source)):  # else it has its own bar
-        left_out = copies.pack(source, target, codec=wanted)
+        left_out = memmap_buffer.pack(source, target, codec=wanted)
     end(minimal.print_copy(target, left_out))
 
 
@@ -58,7 +53,7 @@ def unpack(
     """Copy a buffer, packed or not, into a new folder that can be written to."""
     wanted = codecs_of(codec)
     with nullcontext() if wanted else watching("unpacking", target, bytes_to_copy(source)):
-        left_out = copies.unpack(source, target, max_episodes, max_timesteps, codec=wanted)
+        left_out = memmap_buffer.unpack(source, target, max_episodes, max_timesteps, codec=wanted)
     end(minimal.print_copy(target, left_out))
 
 
@@ -128,7 +123,7 @@ def split(
     left_out: list[int] = []
     with new_folder(target) as place, watching("splitting", place, bytes_to_copy(source)):
         for name, members in chosen.items():
-            left_out += copies.pack(source, place / name, episodes=np.searchsorted(serials, members))
+            left_out += memmap_buffer.pack(source, place / name, episodes=np.searchsorted(serials, members))
             with opened(place / name, verify="never") as made:
                 if not set(made.serials.tolist()) <= set(members.tolist()):
                     raise Problem(f"{source}: its episodes changed while they were copied; pause the writer")

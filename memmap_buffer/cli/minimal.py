@@ -14,15 +14,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import MemmapBufferError, NotABufferError
-from memmap_buffer.maintenance.pack import pack, unpack
-from memmap_buffer.maintenance.recoding import codecs_of
-from memmap_buffer.maintenance.repair import LOST, repair
-from memmap_buffer.maintenance.verification import Finding, verify
+from memmap_buffer import (
+    Finding,
+    Jpeg,
+    MemmapBufferError,
+    NotABufferError,
+    ReplayBuffer,
+    SchemaError,
+    Zstd,
+    pack,
+    repair,
+    unpack,
+    verify,
+)
+from memmap_buffer.adapters import LOST
 
 OK, FOUND, FAILED, INTERRUPTED = 0, 1, 2, 130  # the last as shells have it: 128 + SIGINT
 CODEC_HELP = "How a field is compressed: frame=zstd, frame=zstd:19 (its level), camera=jpeg:90 (its quality), x=none."
+CODECS: dict[str, type[Zstd] | type[Jpeg]] = {codec.name: codec for codec in (Zstd, Jpeg)}
 COMMANDS = ("verify", "repair", "pack", "unpack")
 EXTRA = "only verify, repair, pack and unpack work without typer and rich; for all: pip install 'memmap-buffer[cli]'"
 
@@ -171,6 +180,22 @@ def print_left_out(serials: Sequence[int]) -> int:
     for serial in serials:
         say(f"episode {serial} is damaged, or was overwritten meanwhile, and is left out")
     return FOUND if serials else OK
+
+
+def codecs_of(options: Sequence[str] | None) -> dict[str, Zstd | Jpeg | str | None] | None:
+    """Field -> its codec, of words such as frame=zstd, frame=zstd:19, camera=jpeg:90 or depth=none."""
+    codecs: dict[str, Zstd | Jpeg | str | None] = {}
+    for text in options or ():
+        field, _, spelled = text.partition("=")
+        kind, colon, number = spelled.partition(":")
+        try:
+            codecs[field] = {"none": None}.get(kind, kind) if not colon else CODECS[kind](int(number))
+        except (KeyError, ValueError):
+            raise SchemaError(
+                f"--codec {text!r}: expected a field and its codec, as in frame=zstd, frame=zstd:19, camera=jpeg:90 "
+                "or depth=none"
+            ) from None
+    return codecs or None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,14 +14,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from memmap_buffer.api.buffer import ReplayBuffer
+from memmap_buffer import ReplayBuffer
+from memmap_buffer.adapters import MAX_LINES, draw_lines, extra, frames_of, is_image, lines_of
 from memmap_buffer.cli.episodes import Array, read_episode, serial_of, serials_of, table_of
 from memmap_buffer.cli.folders import name_of, new_file, opened
 from memmap_buffer.cli.minimal import say
 from memmap_buffer.cli.terminal import Episode, Episodes, Fields, Place, Problem, Reward, Yes, progress
-from memmap_buffer.extras import extra
 from memmap_buffer.interop.video import grid_of, pillow_images, write_gif, write_mp4
-from memmap_buffer.pictures import MAX_LINES, draw_lines, frames_of, is_image, lines_of
 
 SHEET = 16  # frames of a contact sheet
 TILE, LABEL = 96, 14  # pixels of it: the least width of a frame, the height of the number below it

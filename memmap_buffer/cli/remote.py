@@ -10,11 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+import memmap_buffer
+from memmap_buffer import NotABufferError
 from memmap_buffer.cli.minimal import FOUND, OK, print_left_out, say, shards_of
 from memmap_buffer.cli.terminal import FolderArgument, Json, Problem, bytes_of, end, say_json, show_table
-from memmap_buffer.errors import NotABufferError
-from memmap_buffer.maintenance import publish as publishing
-from memmap_buffer.maintenance import pull as pulling
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="As in s3://bucket/run7.", show_default=False)]
 StorageOptions = Annotated[
@@ -29,7 +28,7 @@ def publish(folder: FolderArgument, url: Url, options: StorageOptions = None) ->
     """Copy a folder, or each of a root, to a store, packed; again: only what is new. Others read it by the URL."""
     code = OK
     for source in shards_of(folder) or [folder]:
-        left_out = publishing.publish(source, url, storage_options=parsed(options))
+        left_out = memmap_buffer.publish(source, url, storage_options=parsed(options))
         say(f"{source}: published")
         code |= FOUND if print_left_out(left_out) else OK
     end(code)
@@ -41,14 +40,14 @@ def pull(
     options: StorageOptions = None,
 ) -> None:
     """Copy what was published at a URL to a folder, checked by digests. After an interruption: only what is missing."""
-    pulling.pull(url, target, storage_options=parsed(options))
+    memmap_buffer.pull(url, target, storage_options=parsed(options))
     say(f"{target}: it is all there")
 
 
 def ls(url: Url, as_json: Json = False, options: StorageOptions = None) -> None:
     """List the shards at a URL: episodes, steps, bytes; from one small object."""
     try:
-        rows = _rows(url, pulling.shards_at(url, storage_options=parsed(options)))
+        rows = _rows(url, memmap_buffer.shards_at(url, storage_options=parsed(options)))
     except NotABufferError as error:
         if not Path(url).is_dir():
             raise
@@ -62,11 +61,11 @@ def ls(url: Url, as_json: Json = False, options: StorageOptions = None) -> None:
 
 def info_of_url(url: str, options: str | None, cache: Path | None, as_json: bool) -> None:
     """Say how much stands at a URL, and how much of it was fetched into a cache."""
-    shards = pulling.shards_at(url, storage_options=parsed(options))
+    shards = memmap_buffer.shards_at(url, storage_options=parsed(options))
     rows = _rows(url, shards)
     facts: dict[str, Any] = {"shards": len(rows)}
     facts |= {key: sum(row[key] for row in rows) for key in ("episodes", "steps", "bytes")}
-    facts |= zip(("fetched", "needed"), pulling.fetched_of(shards.values(), cache), strict=True)
+    facts |= zip(("fetched", "needed"), memmap_buffer.fetched_of(shards.values(), cache), strict=True)
     if as_json:
         say_json(facts | {"folders": rows})
         return

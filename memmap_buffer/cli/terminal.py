@@ -18,8 +18,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text
 
+from memmap_buffer import MemmapBufferError
 from memmap_buffer.cli.minimal import clean, say
-from memmap_buffer.errors import MemmapBufferError
 
 WIDE = 100_000  # columns of a pipe, where lines are not wrapped
 NAME, TEXT = 24, 36  # columns of a name and of a text, where a table is wider than the terminal

@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import SchemaError
-from memmap_buffer.schema import Field, Schema
+from memmap_buffer import Field, Schema, SchemaError
 
 Array: TypeAlias = npt.NDArray[Any]
 IntArray: TypeAlias = npt.NDArray[np.int64]

@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.choices import IfExists
-from memmap_buffer.errors import SchemaError
-from memmap_buffer.extras import extra
+from memmap_buffer import Field, ReplayBuffer, Schema, SchemaError
+from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, path_of
 from memmap_buffer.interop.columns import as_text, dtype_of, flatten, with_final
 from memmap_buffer.interop.episodes import (
     ends_of,
@@ -27,9 +25,6 @@ from memmap_buffer.interop.episodes import (
     require_kinds,
 )
 from memmap_buffer.interop.target import Target
-from memmap_buffer.names import Names
-from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.schema import Field, Schema
 
 with extra("hdf5"):
     import h5py

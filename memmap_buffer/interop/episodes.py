@@ -13,15 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.api.concat import ConcatBuffer
-from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError
+from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, NotEnoughDataError, ReplayBuffer, Schema, SchemaError
+from memmap_buffer.adapters import AnyPath, Names, path_of, progress
 from memmap_buffer.interop.columns import BoolArray
 from memmap_buffer.interop.target import Target, origin_of
-from memmap_buffer.names import Names
-from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.progress import progress
-from memmap_buffer.schema import Field, Schema
 
 NAMES = "names"
 KINDS = {"U": "text", "c": "complex numbers"}  # of NumPy's dtypes

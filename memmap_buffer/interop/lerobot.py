@@ -18,19 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.choices import IfExists
-from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
-from memmap_buffer.extras import extra
+from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, RunningStatistics, SchemaError
+from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, frames_of, path_of, progress
 from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes, read_extra, read_names
 from memmap_buffer.interop.target import Target
 from memmap_buffer.interop.video import FilmReader, FilmWriter, film_info
-from memmap_buffer.maintenance.statistics import RunningStatistics
-from memmap_buffer.names import Names
-from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.pictures import frames_of
-from memmap_buffer.progress import progress
-from memmap_buffer.schema import Field
 
 with extra("lerobot"):
     import pyarrow as pa

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer import Field, NotEnoughDataError, Offsets, ReplayBuffer, SchemaError
+from memmap_buffer.adapters import AnyPath
 from memmap_buffer.interop.columns import Array, flatten
 from memmap_buffer.interop.episodes import opened, read_extra, read_names, require_kinds, with_excluded
 from memmap_buffer.interop.lerobot import (
@@ -27,9 +27,6 @@ from memmap_buffer.interop.lerobot import (
     rate_of,
     shaped,
 )
-from memmap_buffer.paths import AnyPath
-from memmap_buffer.schema import Field
-from memmap_buffer.views.windows import Offsets
 
 CAMERAS = ("image", "video")
 
@@ -246,7 +243,7 @@ class DiskLeRobotMetadata:
     @property
     def tasks(self) -> Any:
         """A pandas table of the tasks: their texts are its index, `task_index` its column."""
-        from memmap_buffer.extras import extra
+        from memmap_buffer.adapters import extra
 
         with extra("pandas"):
             import pandas

@@ -13,15 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.choices import IfExists
-from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
-from memmap_buffer.extras import extra
+from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, SchemaError
+from memmap_buffer.adapters import AnyPath, IfExists, extra, path_of
 from memmap_buffer.interop.episodes import exported_episodes, import_episodes, require_kinds
 from memmap_buffer.interop.safe_pickle import safe_dumps, safe_loads
 from memmap_buffer.interop.target import Target
-from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.schema import Field
 
 LENGTHS = "episode_lens"
 KINDS: dict[str, Any] = {"bool": np.bool_, "uint8": np.uint8, "int": np.int32, "float": np.float32}

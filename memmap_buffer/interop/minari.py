@@ -15,11 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.choices import IfExists
-from memmap_buffer.environments import decode_space, encode_space, names_of, spaces_of
-from memmap_buffer.errors import SchemaError
-from memmap_buffer.extras import extra
+from memmap_buffer import Field, ReplayBuffer, Schema, SchemaError
+from memmap_buffer.adapters import (
+    AnyPath,
+    IfExists,
+    Names,
+    decode_space,
+    encode_space,
+    extra,
+    names_of,
+    path_of,
+    spaces_of,
+)
 from memmap_buffer.interop.columns import InferredFields, as_text, flatten, put
 from memmap_buffer.interop.episodes import (
     ends_of,
@@ -30,9 +37,6 @@ from memmap_buffer.interop.episodes import (
     require_kinds,
 )
 from memmap_buffer.interop.target import Target
-from memmap_buffer.names import Names
-from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.schema import Field, Schema
 
 with extra("minari"):
     import gymnasium

@@ -12,15 +12,11 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.choices import IfExists
-from memmap_buffer.errors import SchemaError
+from memmap_buffer import Field, ReplayBuffer, SchemaError
+from memmap_buffer.adapters import AnyPath, IfExists, Names, path_of
 from memmap_buffer.interop.columns import Array, dtype_of
 from memmap_buffer.interop.episodes import exported_episodes, import_episodes, read_names, require_kinds
 from memmap_buffer.interop.target import Target
-from memmap_buffer.names import Names
-from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.schema import Field
 
 NAMES = {"observation": "observations", "action": "actions", "reward": "rewards"}
 OF_ACTIONS = frozenset({"action", "reward"})

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.errors import SchemaError
-from memmap_buffer.extras import extra
+from memmap_buffer import SchemaError
+from memmap_buffer.adapters import extra
 from memmap_buffer.interop.columns import LENGTHS, VIEW_OPTIONS, columns_of, flatten, unpadded
 
 with extra("pandas"):
     import pandas
 
 if TYPE_CHECKING:
-    from memmap_buffer.api.reading import Readable
+    from memmap_buffer.adapters import Readable
 
 
 def to_dataframe(buffer: Readable, indices: Any = None, **options: Any) -> pandas.DataFrame:

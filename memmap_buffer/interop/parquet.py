@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import SchemaError
-from memmap_buffer.extras import extra
+from memmap_buffer import Field, ReplayBuffer, SchemaError
+from memmap_buffer.adapters import AnyPath, extra, path_of
 from memmap_buffer.interop.columns import objects
 from memmap_buffer.interop.episodes import exported_episodes, require_kinds
-from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.schema import Field
 
 with extra("parquet"):
     import pyarrow as pa

@@ -16,10 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.choices import IfExists
-from memmap_buffer.errors import SchemaError
-from memmap_buffer.extras import extra
+from memmap_buffer import Field, ReplayBuffer, Schema, SchemaError
+from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, is_image, path_of
 from memmap_buffer.interop.columns import InferredFields, as_text, flatten, with_final
 from memmap_buffer.interop.episodes import (
     ends_of,
@@ -31,10 +29,6 @@ from memmap_buffer.interop.episodes import (
     require_kinds,
 )
 from memmap_buffer.interop.target import Target
-from memmap_buffer.names import Names
-from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.pictures import is_image
-from memmap_buffer.schema import Field, Schema
 
 with extra("hdf5"):
     import h5py

@@ -18,11 +18,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.choices import IfExists, check_choice
-from memmap_buffer.errors import CorruptBufferError, MemmapBufferError, NotABufferError, SchemaError, WriterLostError
-from memmap_buffer.maintenance.verification import verify
-from memmap_buffer.paths import AnyPath, path_of
+from memmap_buffer import (
+    CorruptBufferError,
+    MemmapBufferError,
+    NotABufferError,
+    ReplayBuffer,
+    SchemaError,
+    WriterLostError,
+    verify,
+)
+from memmap_buffer.adapters import LOST, AnyPath, IfExists, check_choice, path_of
 
 Origin: TypeAlias = dict[str, Any]
 
@@ -30,7 +35,7 @@ TOLD = "extra/import.json"  # in the folder: its origin
 REPLACES = "replaces"  # in it: whether the import may replace what is there
 ELSEWHERE = ("shard", "publish_to", "read_only")  # options of `ReplayBuffer` that name another folder, or none to fill
 OF_A_BUFFER = {"schema.json", "episodes.npy", "state.npy", "checksums.npy", "data", "meta", "extra", "priority"}
-OF_A_BUFFER |= {"lost+found"}
+OF_A_BUFFER |= {LOST}
 CHOICES = (
     "give a new folder, if_exists='overwrite' to replace it when the import is whole, or if_exists='resume' to go on "
     "with an import that was interrupted"

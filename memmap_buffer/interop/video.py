@@ -12,12 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.errors import CorruptBufferError, SchemaError
-from memmap_buffer.extras import extra
+from memmap_buffer import CorruptBufferError, SchemaError
+from memmap_buffer.adapters import AnyPath, extra, frames_of, path_of, progress
 from memmap_buffer.interop.columns import Array
-from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.pictures import frames_of
-from memmap_buffer.progress import progress
 
 FAR = 2.0  # seconds, from which on a jump is cheaper than to decode all frames before
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from memmap_buffer.format.host import available_memory as available_memory
 from memmap_buffer.format.layout import BLOBS
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import CAN_FORGET
+from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.writing.commit import MEMORY
 
 SAMPLE = 4096  # timesteps
@@ -42,8 +42,16 @@ class Disk:
     free_bytes: int
 
 
-def disk_of(path: Path) -> Disk:
-    """The disk under a folder."""
+def disk_of(folder: AnyPath) -> Disk:
+    """The disk under a folder.
+
+    Args:
+        folder: of a buffer, or any other.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    path = path_of(folder)
     return Disk(network_filesystem(path), anyone_may_rename(path), Folder(path).free_bytes())
 
 
@@ -64,18 +72,22 @@ class DiskSpeed:
     timestep_bytes: int
 
 
-def measure_disk_speed(path: Path, seconds: float, *, larger: bool) -> DiskSpeed | None:
+def measure_disk_speed(folder: AnyPath, seconds: float, *, larger: bool) -> DiskSpeed | None:
     """Measure how fast a folder is read from the disk, if batches will have to wait for it.
 
     Args:
-        path: the folder.
+        folder: of a buffer.
         seconds: how long to measure.
         larger: whether the data is larger than memory; smaller data is measured only if it is not in memory now.
 
     Returns:
         None if the data is in memory or the file system has no disk, if there are no timesteps, or if the system
         cannot tell.
+
+    Raises:
+        NotABufferError: there is no buffer.
     """
+    path = path_of(folder)
     storage = Storage.open(path, read_only=True, verify="never")
     if not CAN_FORGET or file_system(path) in MEMORY or not storage.table.steps:
         return None
@@ -103,13 +115,23 @@ def _measured(sample: _Sample, seconds: float) -> dict[int, list[float]]:
     return took
 
 
-def bytes_to_copy(source: Path) -> int:
-    """The bytes that a copy of a folder will have."""
-    storage = Storage.open(source, read_only=True, verify="never")
+def bytes_to_copy(source: AnyPath) -> int:
+    """The bytes that a copy of a folder, by `pack` or `snapshot`, will have.
+
+    Args:
+        source: the folder of a buffer.
+
+    Returns:
+        Those of the visible timesteps and of the meta fields.
+
+    Raises:
+        NotABufferError: there is no buffer.
+    """
+    storage = Storage.open(path_of(source), read_only=True, verify="never")
     schema, steps, episodes = storage.layout.schema, storage.table.steps, len(storage.table.visible)
     raw = [field for field in schema.fields.values() if not field.is_coded]
     rows = sum(field.itemsize * (steps + field.final * episodes) for field in raw)
-    blobs = sum(compression_of(storage, name).stored for name in storage.layout.coded)
+    blobs = sum(_compression(storage, name).stored for name in storage.layout.coded)
     return rows + blobs + sum(field.itemsize * episodes for field in schema.meta_fields.values())
 
 
@@ -127,8 +149,23 @@ class Compression(NamedTuple):
     raw: int
 
 
-def compression_of(storage: Storage, name: str) -> Compression:
-    """The saving by the codec of a field."""
+def compression_of(folder: AnyPath) -> dict[str, Compression]:
+    """How much smaller compression makes a folder.
+
+    Args:
+        folder: of a buffer.
+
+    Returns:
+        Field -> its saving; of the fields with a codec, and of lists, in the order of the schema.
+
+    Raises:
+        NotABufferError: there is no buffer.
+    """
+    storage = Storage.open(path_of(folder), read_only=True, verify="never")
+    return {name: _compression(storage, name) for name in storage.layout.coded}
+
+
+def _compression(storage: Storage, name: str) -> Compression:
     field, table = storage.layout.coded[name], storage.table
     stored, rows = storage.layout.dictionaries.get(name, 0), 0
     for slot in table.visible.tolist():

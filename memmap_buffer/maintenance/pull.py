@@ -31,6 +31,10 @@ BATCH = 16 * PIECE  # blocks that are asked for at a time
 def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, Shard]:
     """The shards that stand at a URL, from `root.json` or `shard.json` alone.
 
+    Args:
+        url: of a root, or of a shard.
+        storage_options: for the file system of fsspec.
+
     Returns:
         Name -> what is known of a shard; "" for the one whose own URL it is.
 
@@ -42,10 +46,14 @@ def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> 
 
 
 def fetched_of(shards: Iterable[Shard], cache: str | PathLike[str] | None = None) -> tuple[int, int]:
-    """(the bytes that were fetched of shards to be read, by all who share a cache; those of them without repetitions).
+    """The bytes that were fetched of shards to be read, by all who share a cache.
 
     Args:
+        shards: as `shards_at` gives them.
         cache: as for reading.
+
+    Returns:
+        All of them, and those without repetitions.
     """
     if not (place := path_of(CACHE if cache is None else cache)).is_dir():
         return 0, 0

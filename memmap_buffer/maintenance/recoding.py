@@ -6,13 +6,13 @@ timesteps at a time, so neither takes more memory for a larger field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from memmap_buffer.codecs import CODECS, Codec, Zstd, parse_codec
+from memmap_buffer.codecs import Zstd, parse_codec
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format import syscalls
@@ -257,22 +257,6 @@ def _decoded(source: Storage, name: str, index: Array) -> Array:
         return source.maps.coded[name].decode(index)
     except ValueError:
         raise DamagedError(f"has a blob of {name!r} that cannot be decoded") from None
-
-
-def codecs_of(options: Sequence[str] | None) -> dict[str, Codec | str | None] | None:
-    """Field -> its codec, of words such as frame=zstd, frame=zstd:19, camera=jpeg:90 or depth=none."""
-    codecs: dict[str, Codec | str | None] = {}
-    for text in options or ():
-        field, _, spelled = text.partition("=")
-        kind, colon, number = spelled.partition(":")
-        try:
-            codecs[field] = {"none": None}.get(kind, kind) if not colon else CODECS[kind](int(number))
-        except (KeyError, ValueError):
-            raise SchemaError(
-                f"--codec {text!r}: expected a field and its codec, as in frame=zstd, frame=zstd:19, camera=jpeg:90 "
-                "or depth=none"
-            ) from None
-    return codecs or None
 
 
 # Dictionaries

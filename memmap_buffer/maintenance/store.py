@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from memmap_buffer.errors import RemoteError
 from memmap_buffer.format.source import BLOCK, WINDOWS
@@ -18,8 +18,6 @@ from memmap_buffer.remote.objects import IN_FLIGHT, NO_RANGES, Objects, Range
 from memmap_buffer.remote.published import Published
 from memmap_buffer.remote.shards import CACHE
 
-CACHE_PLACE, AT_ONCE, BLOCK_BYTES = CACHE, IN_FLIGHT, BLOCK
-READ_AHEAD = WINDOWS * WINDOW_BYTES  # a smaller cache has smaller windows
 LOOKS = 5  # small requests, one after another
 SMALL = 2 * IN_FLIGHT  # small requests together
 FIRST_BYTES = 8 << 20  # that are fetched to measure the bandwidth; twice as many until it took long enough
@@ -36,7 +34,16 @@ class Store:
         requests: small ones a second, many at a time.
         bandwidth: bytes a second, of many requests at a time.
         files: bytes of the data files of each kind, of all shards: those of the largest, as many times as it has steps.
+        at_once: requests that readers make at a time.
+        block_bytes: of the blocks that they fetch.
+        cache_place: the folder in which they keep these, where they are told no other.
+        read_ahead: bytes that they read ahead; a smaller cache mixes less with `shuffle="block"`.
     """
+
+    at_once: ClassVar[int] = IN_FLIGHT
+    block_bytes: ClassVar[int] = BLOCK
+    cache_place: ClassVar[str] = CACHE
+    read_ahead: ClassVar[int] = WINDOWS * WINDOW_BYTES
 
     shards: int
     episodes: int
@@ -49,11 +56,18 @@ class Store:
     files: Mapping[str, float] | None = None
 
     def seconds(self, trips: int, num_bytes: float, requests: float) -> float:
-        """How long it takes to fetch so much, of which some has to be known before the rest is asked for."""
+        """Seconds in which so much is fetched, of which some has to be known before the rest is asked for.
+
+        Args:
+            trips: how many requests wait for the one before.
+            num_bytes: of all requests together.
+            requests: how many others there are.
+        """
         return trips * self.round_trip + max(num_bytes / self.bandwidth, requests / self.requests)
 
     @property
     def data_bytes(self) -> float:
+        """Bytes of all data files."""
         return sum((self.files or {}).values())
 
     def epoch(self) -> float:
@@ -66,12 +80,20 @@ class Store:
         return self.seconds(2, size, size / (PIECE * BLOCK))
 
     def blocks_of(self, items: int) -> float:
-        """How many blocks hold so many random timesteps, of each file those that are expected to differ."""
+        """The number of blocks that hold random timesteps, of each file those that are expected to differ.
+
+        Args:
+            items: how many timesteps.
+        """
         blocks = [max(1.0, size / BLOCK) for size in (self.files or {}).values()]
         return sum(count * (1 - (1 - 1 / count) ** items) for count in blocks)
 
     def sample(self, items: int) -> float:
-        """Seconds of so many random timesteps, none of which is in the cache."""
+        """Seconds of a batch of random timesteps, none of which is in the cache.
+
+        Args:
+            items: how many timesteps.
+        """
         blocks = self.blocks_of(items)
         return self.seconds(2, blocks * BLOCK, blocks)
 
@@ -83,6 +105,9 @@ def measure_store(url: str, seconds: float, *, storage_options: Mapping[str, Any
         url: of a root, or of a shard.
         seconds: how long the bandwidth is measured, about.
         storage_options: for the file system of fsspec.
+
+    Returns:
+        The figures of the store; without `ranges` only how much stands there.
 
     Raises:
         NotABufferError: nothing was published there.
