@@ -1,6 +1,7 @@
 """The tools of an adapter: a module that joins a trainer, a format or an environment to a buffer.
 
-What stands in `memmap_buffer.interop` needs `memmap_buffer` and this module alone, as an adapter elsewhere does.
+What stands in `memmap_buffer.interop` needs `memmap_buffer` and this module alone, as an adapter elsewhere does;
+docs/adapters.md writes one from the beginning.
 
     optional packages   extra
     paths and choices   AnyPath, path_of, is_url, IfExists, Verify, check_choice, check_count
