@@ -3,7 +3,8 @@
 The packages, from the top floor down; imports between them go down this list only, and within one never in a circle:
 
     cli           the command `memmap-buffer`
-    interop       data sets and libraries of others, on the public names alone
+    memmap_replay_buffer  the names of that package, on the public names alone
+    interop       data sets and libraries of others, likewise
     api           what users call: ReplayBuffer, ConcatBuffer, Collector
     browse        episodes in a browser, by the public methods of a buffer
     maintenance   verify, repair, pack, publish, snapshot, schema changes, statistics
@@ -15,11 +16,11 @@ The packages, from the top floor down; imports between them go down this list on
     writing       episodes, the slot that each goes to, the commit, recovery
     format        the bytes: the specification, system calls, one folder open
 
-Between interop and api: this module and adapters, which hold all that stands above. Above them: compat, functions
-that users of other systems look for; memmap_replay_buffer and memmap_replay_datasets, the names of that package.
-Below them: schema, codecs, dtypes, errors, and nine that know no folder: choices, conditions, environments,
-episode_columns, names, paths, pictures, extras, progress. torch is imported by `loading.tensors`, `datasets`,
-`transport`, `prefetch` and `distributed` alone, which are loaded when tensors or a loader are first asked for.
+Between interop and api: this module and adapters, which hold all that stands above. Above all: compat, functions that
+users of other systems look for. Below them: schema, codecs, dtypes, errors, and nine that know no folder: choices,
+conditions, environments, episode_columns, names, paths, pictures, extras, progress. torch is imported by
+`loading.tensors`, `datasets`, `transport`, `prefetch` and `distributed` alone, which are loaded when tensors or a
+loader are first asked for.
 """
 
 import importlib

@@ -5,7 +5,8 @@ docs/adapters.md writes one from the beginning.
 
     optional packages   extra
     paths and choices   AnyPath, path_of, is_url, IfExists, Verify, check_choice, check_count
-    names and values    Names, Array, flatten, to_numpy, equal_rows
+    names and values    Names, Array, flatten, to_numpy, decode, equal_rows, matches
+    torch               Device, EpisodeDataset, loader_of, to_device, to_tensors
     pictures            frames_of, is_image, lines_of, draw_lines, MAX_LINES
     episodes            Episode, EpisodeGroup, Readable, progress
     tables of episodes  EpisodeColumns, column_of, matching, tags_of, TAGS, Mark
@@ -13,7 +14,7 @@ docs/adapters.md writes one from the beginning.
                         LOST: the folder in which `repair` puts what it takes out of a buffer
     environments        schema_of, spaces_of, names_of, encode_space, decode_space, image_codec, resets_by_a_step
 
-Those of data sets and environments are loaded when they are asked for; the latter need the extra `gymnasium`.
+Those of torch, data sets and environments are loaded when they are asked for; the last need the extra `gymnasium`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.choices import IfExists, Verify, check_choice
-from memmap_buffer.dtypes import Array, check_count, to_numpy
+from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
 from memmap_buffer.extras import extra
+from memmap_buffer.items.filters import matches
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.pictures import MAX_LINES, draw_lines, frames_of, is_image, lines_of
@@ -55,6 +57,9 @@ if TYPE_CHECKING:
         write_names,
     )
     from memmap_buffer.interop.target import Target
+    from memmap_buffer.loading.datasets import EpisodeDataset, loader_of
+    from memmap_buffer.loading.prefetch import Device, to_device
+    from memmap_buffer.loading.tensors import to_tensors
     from memmap_buffer.maintenance.repair import LOST
 
 __all__ = [
@@ -63,8 +68,10 @@ __all__ = [
     "TAGS",
     "AnyPath",
     "Array",
+    "Device",
     "Episode",
     "EpisodeColumns",
+    "EpisodeDataset",
     "EpisodeGroup",
     "IfExists",
     "Mark",
@@ -75,6 +82,7 @@ __all__ = [
     "check_choice",
     "check_count",
     "column_of",
+    "decode",
     "decode_space",
     "draw_lines",
     "encode_space",
@@ -88,6 +96,8 @@ __all__ = [
     "is_image",
     "is_url",
     "lines_of",
+    "loader_of",
+    "matches",
     "matching",
     "names_of",
     "path_of",
@@ -98,7 +108,9 @@ __all__ = [
     "schema_of",
     "spaces_of",
     "tags_of",
+    "to_device",
     "to_numpy",
+    "to_tensors",
     "write_extra",
     "write_names",
 ]
@@ -126,6 +138,9 @@ _LATER = {  # module -> its names: of an optional package, of tables, or of a mo
         "write_names",
     },
     "interop.target": {"Target"},
+    "loading.datasets": {"EpisodeDataset", "loader_of"},
+    "loading.prefetch": {"Device", "to_device"},
+    "loading.tensors": {"to_tensors"},
     "maintenance.repair": {"LOST"},
 }
 

@@ -48,8 +48,9 @@ class ReplayBuffer(Recording, Readable):
 
     - Opening: the constructor, from_folder, for_env; snapshot; flush, close
     - Writing: one_episode, begin_episode, store, advance_episode: one episode; store_episode: a whole one;
-      batched_episode, store_batch, store_meta_batch: several of one length; add, extend, end_episodes, publish_steps,
-      num_added: environments that run on; create_collector
+      batched_episode, store_batch, store_meta_batch, begin_batch: several of one length; add, extend, end_episodes,
+      publish_steps, num_added: environments that run on; create_collector; open_episodes, turn: what is open, and its
+      writer's turn
     - Reading: dataloader, dataset, sample, batch; priorities, update_priorities; episode, episodes, get_all_data
     - Changing: update, store_datapoint, store_meta_datapoint, set_valid: values; delete, clear, reset_: episodes;
       add_field, drop_field, rename_field, recompute: columns; mark: labels and notes

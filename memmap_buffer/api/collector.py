@@ -29,6 +29,13 @@ class Collector:
         fieldnames: the fields that are collected; default: all.
         meta_fieldnames: the meta fields that are collected; default: all.
         strict: whether an unknown name raises; otherwise it is collected, read like the others, and not stored.
+        complete: whether the first timestep must have every field; otherwise those that it lacks are not collected, and
+            are stored as their defaults, else as zeros.
+
+    Attributes:
+        schema: the fields and meta fields that can be collected.
+        strict: as given.
+        num_groups: G.
 
     Raises:
         SchemaError: a name is unknown.
@@ -41,16 +48,18 @@ class Collector:
         fieldnames: Sequence[str] | None = None,
         meta_fieldnames: Sequence[str] | None = None,
         strict: bool = True,
+        *,
+        complete: bool = True,
     ) -> None:
         schema = replay_buffer.schema
         fields, meta = schema.fields, schema.meta_fields
         chosen = schema.require(fields if fieldnames is None else fieldnames, "fieldnames", fields)
         meta_chosen = schema.require(meta if meta_fieldnames is None else meta_fieldnames, "meta_fieldnames", meta)
         self._new_stream = replay_buffer._new_stream
-        self._collected = self._known = schema.with_fields(
+        self._collected = self.schema = schema.with_fields(
             {n: fields[n] for n in chosen}, {n: meta[n] for n in meta_chosen}
         )
-        self._strict = strict
+        self.strict, self._complete = strict, complete
         self.num_groups = num_groups
         self._parts: dict[str, list[Array]] = {}
         self._length = 0
@@ -114,9 +123,11 @@ class Collector:
 
     def _extend(self, values: dict[str, Any], *, time: bool) -> None:
         self._require_not_storing()
+        if not self._complete and not len(self):
+            self._collected = self._of_first(values)
         names = {name.split(".")[0] for name in self._collected.all}
         others = {n: v for n, v in values.items() if n.removeprefix(NEXT).split(".")[0] not in names and n not in names}
-        field_values = values if self._strict else {name: value for name, value in values.items() if name not in others}
+        field_values = values if self.strict else {name: value for name, value in values.items() if name not in others}
         steps = Steps(self._collected, field_values, time=time)
         if steps.num_envs != self.num_groups:
             raise SchemaError(f"got {steps.num_envs} groups, the collector was made for {self.num_groups}")
@@ -127,13 +138,19 @@ class Collector:
             name: decode(rows, fields[name if name in fields else name.removeprefix(NEXT)].dtype)
             for name, rows in {**steps.fields, **steps.meta, **following}.items()
         }
-        for name, value in {} if self._strict else others.items():
+        for name, value in {} if self.strict else others.items():
             array = to_numpy(value)
             columns[name] = array if time else array[None]
         self._require_alike(columns, count)
         for name, column in columns.items():
             self._parts.setdefault(name, []).append(np.array(column))
         self._length, self._over = self._length + count, steps.ends[-1]
+
+    def _of_first(self, values: dict[str, Any]) -> Schema:
+        """The fields that the first timestep has."""
+        fields = {name: field for name, field in self.schema.fields.items() if name in values}
+        meta = {name: field for name, field in self.schema.meta_fields.items() if name in values}
+        return self.schema.with_fields(fields, meta) if fields else self.schema
 
     def _require_alike(self, columns: dict[str, Array], count: int) -> None:
         """Raise SchemaError unless these are the columns that were collected before, of so many timesteps."""
@@ -153,17 +170,17 @@ class Collector:
     @property
     def time_major(self) -> dict[str, Any]:
         """Name -> (T, G, *field)."""
-        return self._tensors(self._columns())
+        return self._tensors(self.columns)
 
     @property
     def env_major(self) -> dict[str, Any]:
         """Name -> (G, T, *field)."""
-        return self._tensors({name: column.swapaxes(0, 1) for name, column in self._columns().items()})
+        return self._tensors({name: column.swapaxes(0, 1) for name, column in self.columns.items()})
 
     @property
     def groups(self) -> list[dict[str, Any]]:
         """For each group name -> (T, *field)."""
-        columns = self._columns()
+        columns = self.columns
         return [self._tensors({name: column[:, i] for name, column in columns.items()}) for i in range(self.num_groups)]
 
     @property
@@ -202,14 +219,16 @@ class Collector:
                 chosen = order[start : start + batch_size]
                 yield self._tensors({name: column[chosen] for name, column in flat.items()})
 
-    def _columns(self) -> dict[str, Array]:
+    @property
+    def columns(self) -> dict[str, Array]:
+        """Dotted name -> (T, G, *field), arrays that are not to be changed."""
         for name, parts in self._parts.items():
             if len(parts) > 1:
                 self._parts[name] = [np.concatenate(parts)]
         return {name: parts[0] for name, parts in self._parts.items()}
 
     def _flat(self) -> dict[str, Array]:
-        return {name: column.reshape((-1, *column.shape[2:])) for name, column in self._columns().items()}
+        return {name: column.reshape((-1, *column.shape[2:])) for name, column in self.columns.items()}
 
     def _tensors(self, columns: dict[str, Array]) -> dict[str, Any]:
         from memmap_buffer.loading.tensors import to_tensors
@@ -245,7 +264,12 @@ class Collector:
 
     def _stored(self, schema: Schema) -> dict[str, Array]:
         names = {*schema.all, *(f"{NEXT}{name}" for name in schema.final_names)}
-        return {name: column for name, column in self._columns().items() if name in names}
+        stored = {name: column for name, column in self.columns.items() if name in names}
+        for name, field in schema.fields.items():
+            if not self._complete and name not in stored and field.default is None:
+                shape = (len(self), self.num_groups, *field.shape)
+                stored[name] = np.broadcast_to(decode(field.fill, field.dtype), shape)
+        return stored
 
     def _meta(self, schema: Schema, meta: dict[str, Any]) -> dict[str, Array]:
         out = {}

@@ -169,7 +169,7 @@ class ConcatBuffer(Readable):
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise self._refusal("a ConcatBuffer only reads; write to one of its sources")
 
-    one_episode = begin_episode = batched_episode = store = store_batch = store_meta_batch = _refuse
+    one_episode = begin_episode = begin_batch = batched_episode = store = store_batch = store_meta_batch = _refuse
     store_episode = store_datapoint = store_meta_datapoint = advance_episode = update = clear = reset_ = _refuse
     add = extend = end_episodes = create_collector = delete = _refuse
     add_field = drop_field = rename_field = recompute = _refuse

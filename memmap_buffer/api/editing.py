@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -33,6 +34,12 @@ class Editing:
     _schema_changes = False
     _publisher: Publisher | None = None  # of what is recorded, by `publish_to`
     _switch: tuple[Writer, Writer] | None = None  # from one shard to the next, as long as it is not done
+
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """A block in which no other thread writes to this buffer, such as one that reads and then updates."""
+        turn: AbstractContextManager[Any] = self._turn
+        return turn
 
     @property
     def _turn(self) -> Any:

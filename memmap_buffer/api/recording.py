@@ -168,6 +168,42 @@ class Recording(Editing):
                 episode.abort()  # whoever asked for it never gets it
                 raise
 
+    def begin_batch(self, batch_size: int, **meta_batch: Any) -> EpisodeGroup:
+        """Open episodes of several synchronised environments, to `store` to together, `publish` or `abort`.
+
+        `store_batch` knows only the batch of a block: this one is stored to by what is returned. Where nobody holds
+        that any more, they are dropped.
+
+        Args:
+            batch_size: how many environments.
+            meta_batch: meta field -> (batch_size, *field).
+
+        Returns:
+            The batch, which has `store`, `update`, `publish` and `abort`, and its `episodes`.
+
+        Raises:
+            BufferFullError: there is no room for all of them; none is open.
+            MemmapBufferError: as `one_episode` raises it.
+        """
+        check_count("batch_size", batch_size)
+        episodes: list[Episode] = []
+        try:
+            with self._turn:
+                for _ in range(batch_size):
+                    episodes.append(self._writer_with_room().open({}))
+                group = EpisodeGroup(self._writer, episodes)
+                group.update(meta_batch)
+                return group
+        except BaseException:
+            for episode in episodes:
+                episode.abort()
+            raise
+
+    @property
+    def open_episodes(self) -> list[Episode | EpisodeGroup]:
+        """The open episodes, and batches of a block, that `store` could mean: those of this thread, else of all."""
+        return self._open_ones() if self._writer.holds else []
+
     def batched_episode(self, batch_size: int, **meta_batch: Any) -> Scope[EpisodeGroup]:
         """Record an episode of each of several synchronised environments: `store_batch` in the block.
 

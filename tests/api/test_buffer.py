@@ -4,6 +4,7 @@ import inspect
 import pickle
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -375,6 +376,7 @@ def test_a_read_only_buffer_refuses_every_way_to_write(tmp_path):
         before = listing(tmp_path)
         calls = {
             "begin_episode": reader.begin_episode,
+            "begin_batch": lambda: reader.begin_batch(2),
             "store_episode": lambda: reader.store_episode(**whole(1)),
             "update": lambda: reader.update(0, task=1),
             "store_datapoint": lambda: reader.store_datapoint(0, 0, "reward", 1.0),
@@ -487,6 +489,61 @@ def test_an_episode_staged_on_disk_is_invisible_until_published_and_its_slot_is_
             assert all(reward == list(range(20)) for reward in rewards(tmp_path))
         assert [episode["task"] for _, episode in shown(writer)] == [1, 3]
         assert writer.serials.tolist() == [1, 2]
+
+
+def test_a_batch_without_a_block_is_published_or_dropped_by_its_handle_and_opened_whole_or_not_at_all(tmp_path):
+    with ReplayBuffer(tmp_path, 3, 4, {"x": "int"}, {"task": "int"}) as buffer:
+        batch = buffer.begin_batch(2, task=[7, 8])
+        batch.store(x=[1, 2])
+        with pytest.raises(EpisodeStateError, match="no batch is open"):
+            buffer.store_batch(x=[1, 2])
+        with pytest.raises(BufferFullError, match="full"):
+            buffer.begin_batch(2)
+        batch.update({"task": [7, 9]})
+        batch.publish()
+        assert [(episode["x"], episode["task"]) for _, episode in shown(buffer)] == [([1], 7), ([2], 9)]
+        buffer.begin_batch(1).abort()  # the room of the batch that did not fit is free
+        buffer.store_episode(x=[3], task=1)
+        assert len(buffer) == 3
+        with pytest.raises(SchemaError, match="batch_size"):
+            buffer.begin_batch(0)
+
+
+def test_a_batch_whose_meta_fields_are_refused_takes_no_room(tmp_path):
+    with ReplayBuffer(tmp_path, 2, 4, {"x": "int"}, {"task": "int"}) as buffer:
+        for _ in range(3):
+            with pytest.raises(SchemaError, match="task"):
+                buffer.begin_batch(2, task=[1, 2, 3])
+        assert len(buffer.begin_batch(2).episodes) == 2
+
+
+def test_the_open_episodes_are_those_that_store_could_mean(tmp_path):
+    with ReplayBuffer(tmp_path, 9, 4, {"x": "int"}) as buffer:
+        assert buffer.open_episodes == []
+        first, second = buffer.begin_episode(), buffer.begin_episode()
+        assert buffer.open_episodes == [first, second]
+        second.abort()
+        assert buffer.open_episodes == [first]
+        with buffer.batched_episode(2) as batch:
+            assert buffer.open_episodes == [batch]
+            batch.store(x=[1, 2])
+        assert buffer.open_episodes == [first]
+    assert buffer.open_episodes == []
+    assert ReplayBuffer.from_folder(tmp_path, read_only=True).open_episodes == []
+
+
+def test_no_other_thread_writes_during_a_turn(tmp_path):
+    with ReplayBuffer(tmp_path, 9, 4, {"x": "int"}) as buffer:
+        buffer.store_episode(x=[1])
+        other = threading.Thread(target=buffer.update, args=(0,), kwargs={"x": [5]})
+        with buffer.turn:
+            other.start()
+            other.join(0.05)
+            assert other.is_alive()
+            buffer.update(0, x=buffer.episode(0)["x"] + 1)
+            assert buffer.episode(0)["x"].tolist() == [2]
+        other.join()
+        assert buffer.episode(0)["x"].tolist() == [5]
 
 
 def test_a_final_observation_may_be_given_in_any_memory_layout(tmp_path):

@@ -156,7 +156,15 @@ class TestRefusals:
         """S4-16"""
         both = ConcatBuffer(shards(tmp_path, 1, 1))
         assert both.read_only
-        for name in ("one_episode", "begin_episode", "batched_episode", "store", "store_batch", "store_meta_batch"):
+        for name in (
+            "one_episode",
+            "begin_episode",
+            "begin_batch",
+            "batched_episode",
+            "store",
+            "store_batch",
+            "store_meta_batch",
+        ):
             with pytest.raises(ReadOnlyError, match="only reads; write to one of its sources"):
                 getattr(both, name)()
         for name in ("store_episode", "store_datapoint", "advance_episode", "update", "clear", "reset_"):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.loading.datasets import EpisodeDataset
-from memmap_buffer.paths import AnyPath
+from memmap_buffer import ReplayBuffer
+from memmap_buffer.adapters import AnyPath, EpisodeDataset
 
 
 class ReplayDatasetTrajectory(EpisodeDataset):
@@ -28,9 +26,7 @@ class ReplayDatasetTrajectory(EpisodeDataset):
     def __init__(self, replay_buffer: ReplayBuffer | AnyPath, **options: Any) -> None:
         if not isinstance(replay_buffer, ReplayBuffer):
             replay_buffer = ReplayBuffer.from_folder(replay_buffer, read_only=True)
-        reader = BatchReader(replay_buffer._folders, {**self.level, **options})
-        reader.require(reader.index(refresh=True))
-        super().__init__(reader)
+        super().__init__(ReplayBuffer.dataset(replay_buffer, **{**self.level, **options}).reader)
 
 
 class ReplayDatasetTimestep(ReplayDatasetTrajectory):

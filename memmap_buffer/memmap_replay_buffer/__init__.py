@@ -1,0 +1,60 @@
+"""The names of memmap-replay-buffer, for code that was written for it: one import changes, and it runs.
+
+    from memmap_replay_buffer import …   becomes   from memmap_buffer.memmap_replay_buffer import …
+
+`ReplayBuffer` here is the library's own, with what only that package's users look for. What differs from the package
+all the same, and why, stands in docs/migration.md. The dataset classes load torch, so they are found when asked for.
+
+    buffer       ReplayBuffer, ConcatReplayBuffer: episodes that open by themselves
+    columns      `data` and `meta_data`: arrays on the disk
+    collector    EpisodeCollector
+    datasets     ReplayDataset and its kinds
+    films        trajectory_to_video, frames_to_sheet
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from memmap_buffer.memmap_replay_buffer.buffer import (
+    ConcatReadOnlyError,
+    ConcatReplayBuffer,
+    FolderMissingError,
+    ReplayBuffer,
+)
+from memmap_buffer.memmap_replay_buffer.collector import EpisodeCollector
+from memmap_buffer.memmap_replay_buffer.columns import Column, EpisodeIndex, Part
+from memmap_buffer.memmap_replay_buffer.films import frames_to_sheet, trajectory_to_video
+
+if TYPE_CHECKING:
+    from memmap_buffer.memmap_replay_buffer.datasets import (
+        ReplayDataset,
+        ReplayDatasetNStep,
+        ReplayDatasetTimestep,
+        ReplayDatasetTimeWindow,
+        ReplayDatasetTrajectory,
+    )
+
+__all__ = [
+    "Column",
+    "ConcatReadOnlyError",
+    "ConcatReplayBuffer",
+    "EpisodeCollector",
+    "EpisodeIndex",
+    "FolderMissingError",
+    "Part",
+    "ReplayBuffer",
+    "ReplayDataset",
+    "ReplayDatasetNStep",
+    "ReplayDatasetTimeWindow",
+    "ReplayDatasetTimestep",
+    "ReplayDatasetTrajectory",
+    "frames_to_sheet",
+    "trajectory_to_video",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("ReplayDataset"):
+        from memmap_buffer.memmap_replay_buffer import datasets
+
+        return getattr(datasets, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,500 @@
+"""`ReplayBuffer` with the habits of memmap-replay-buffer: episodes open by themselves, and have arrays on the disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+import memmap_buffer
+from memmap_buffer import (
+    BufferFullError,
+    ConcatBuffer,
+    EpisodeIndexError,
+    EpisodeStateError,
+    NotABufferError,
+    ReadOnlyError,
+    Schema,
+    SchemaError,
+)
+from memmap_buffer.adapters import AnyPath, Array, Episode, EpisodeGroup, decode, to_numpy
+from memmap_buffer.memmap_replay_buffer.collector import EpisodeCollector
+from memmap_buffer.memmap_replay_buffer.columns import Column, EpisodeIndex
+from memmap_buffer.memmap_replay_buffer.films import trajectory_to_video
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from memmap_buffer.adapters import EpisodeDataset
+
+LENS = "episode_lens"
+log = logging.getLogger("memmap_buffer")
+
+
+class FolderMissingError(NotABufferError, AssertionError):
+    """There is no buffer to read; memmap-replay-buffer asserts that there is one."""
+
+
+class ConcatReadOnlyError(ReadOnlyError, NotImplementedError):
+    """A `ConcatReplayBuffer` only reads; memmap-replay-buffer has not implemented it."""
+
+
+class ReplayBuffer(memmap_buffer.ReplayBuffer):
+    """A buffer with the habits of memmap-replay-buffer.
+
+    - `store` and `store_batch` open an episode where none is open; `advance_episode` publishes it, and so does `close`.
+    - A field that is left out, and has no default, is zeros.
+    - No field ends an episode: one goes on behind `terminated`, and n-step items need a successor, as there.
+    - `data` and `meta_data` are arrays on the disk. An array names episodes by serial there, and in `update`.
+
+    Args:
+        folder: as for `memmap_buffer.ReplayBuffer`.
+        max_episodes: likewise.
+        max_timesteps: likewise.
+        fields: likewise.
+        meta_fields: likewise.
+        circular: likewise.
+        overwrite: likewise: False is the default here.
+        read_only: likewise.
+        flush_every_store_step: accepted and without effect.
+        terminated: likewise, but None is the default.
+        truncated: likewise.
+        options: any other argument of `memmap_buffer.ReplayBuffer`.
+    """
+
+    _own: dict[int, Episode | EpisodeGroup]  # what `store` and `store_batch` opened, by thread
+    _asked: dict[int, int]  # how many episodes a batch was to have, by thread
+    _ahead: WeakKeyDictionary[Episode, dict[str, Array]]  # assigned before it is stored
+    _zeros_of: tuple[Schema | None, dict[str, Array]]  # a schema and its zeros
+
+    def __init__(
+        self,
+        folder: AnyPath,
+        max_episodes: int | None = None,
+        max_timesteps: int | None = None,
+        fields: Mapping[str, Any] | Schema | None = None,
+        meta_fields: Mapping[str, Any] | None = None,
+        circular: bool | None = None,
+        overwrite: bool = False,
+        read_only: bool = False,
+        flush_every_store_step: int = 1,
+        *,
+        terminated: str | None = None,
+        truncated: str | None = None,
+        **options: Any,
+    ) -> None:
+        sizes = (max_episodes, max_timesteps, fields, meta_fields, circular, overwrite, read_only)
+        try:
+            super().__init__(folder, *sizes, terminated=terminated, truncated=truncated, **options)
+        except NotABufferError as error:
+            raise FolderMissingError(str(error), **error.named) from error
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:  # however it is opened
+        self = super().__new__(cls)
+        self._own, self._asked, self._ahead, self._zeros_of = {}, {}, WeakKeyDictionary(), (None, {})
+        return self
+
+    @property
+    def _zeros(self) -> dict[str, Array]:
+        """The fields without a default that may be left out -> their zeros."""
+        schema, (earlier, zeros) = self.schema, self._zeros_of
+        if schema is not earlier:
+            zeros = {
+                name: decode(field.fill, field.dtype)
+                for name, field in schema.fields.items()
+                if field.default is None and "." not in name
+            }
+            self._zeros_of = schema, zeros
+        return zeros
+
+    # What is open
+
+    @property
+    def episode_index(self) -> int:
+        """The position of the open episode, or of the next one: `num_episodes` modulo `max_episodes`.
+
+        So `(episode_index - 1) % max_episodes` is the newest episode, in a full ring, too.
+        """
+        index = EpisodeIndex(self.num_episodes % self.max_episodes)
+        opened = self._opened()
+        if not opened:
+            return int(index)
+        index.episode = opened[0]
+        return index
+
+    @property
+    def timestep_index(self) -> int:
+        """How many timesteps the open episode has; 0 where none is open."""
+        opened = self._opened()
+        return opened[0].length if opened else 0
+
+    @property
+    def is_new_episode(self) -> bool:
+        """Whether no timestep of an open episode is stored."""
+        return self.timestep_index == 0
+
+    @property
+    def open_episodes(self) -> list[Episode | EpisodeGroup]:
+        """As of `memmap_buffer.ReplayBuffer`; the batch that `store_batch` opened alone, outside of a block."""
+        opened, own = super().open_episodes, self._own.get(get_ident())
+        if not isinstance(own, EpisodeGroup) or own.state != "open" or not own.episodes[0].writer.holds:
+            return opened
+        entered = any(block.held is not None and block.thread == get_ident() for block in opened)
+        return opened if entered else [own]
+
+    def _opened(self) -> list[Episode]:
+        """The episode that `store` stores to, or those of `store_batch`."""
+        opened = self.open_episodes
+        if len(opened) != 1:
+            return []
+        return opened[0].episodes if isinstance(opened[0], EpisodeGroup) else [opened[0]]
+
+    def _open_at(self, position: int | np.integer[Any]) -> Episode | None:
+        """The open episode that is meant by what `episode_index` gave, or by a position behind the newest.
+
+        One that is written in place is none: its timesteps are on the disk.
+        """
+        opened = [episode for episode in self._opened() if episode.staged]
+        if isinstance(position, EpisodeIndex):
+            return position.episode if position.episode in opened else None
+        k = int(position) - self.num_episodes
+        return opened[k] if 0 <= k < len(opened) else None
+
+    # Writing
+
+    def store(self, **step: Any) -> Any:
+        """As of `memmap_buffer.ReplayBuffer`; opens an episode where none is open.
+
+        Args:
+            step: field -> (*field); a field that is left out, or None, gets its default, else zeros.
+        """
+        opened = self.open_episodes
+        if not opened:
+            self._own[get_ident()] = self.begin_episode()
+            opened = [self._own[get_ident()]]
+        episode = opened[0]
+        if len(opened) > 1 or isinstance(episode, EpisodeGroup):
+            batch = "a batch of episodes is open; use store_batch"
+            raise EpisodeStateError(f"store: {batch if len(opened) == 1 else _several(opened)}")
+        ahead = self._ahead.pop(episode, {}) if self._ahead else {}
+        values = {name: value for name, value in step.items() if value is not None}
+        return episode.store(**{**self._zeros, **ahead, **values})
+
+    def store_batch(self, **batch: Any) -> None:
+        """As of `memmap_buffer.ReplayBuffer`; opens episodes where no batch is open.
+
+        Where a buffer that is not circular has room for some of them only, the first ones are stored, and the log says
+        so.
+
+        Args:
+            batch: field -> (B, *field); a field that is left out gets its default, else zeros.
+        """
+        self._in_batch("store_batch", batch, lambda group, values: group.store(**self._completed(group, values)))
+
+    def store_meta_batch(self, **meta_batch: Any) -> None:
+        """As of `memmap_buffer.ReplayBuffer`; opens episodes where no batch is open.
+
+        Args:
+            meta_batch: meta field -> (B, *field).
+        """
+        self._in_batch("store_meta_batch", meta_batch, lambda group, values: group.update(values))
+
+    def _in_batch(
+        self, what: str, batch: dict[str, Any], store: Callable[[EpisodeGroup, dict[str, Any]], None]
+    ) -> None:
+        """Give a batch to the open episodes, or to new ones, which go again where they do not take it."""
+        if not batch:
+            raise SchemaError(f"{what}: no data was given; pass field=values")
+        arrays = {name: to_numpy(value) for name, value in batch.items() if value is not None}
+        thread, opened = get_ident(), self.open_episodes
+        new = not opened
+        if new:
+            self._own[thread] = begun = self._begin_batch(what, arrays)
+            opened = [begun]
+        groups = [group for group in opened if isinstance(group, EpisodeGroup)]
+        if len(groups) != 1:
+            raise EpisodeStateError(f"{what}: no batch is open; use it within `with buffer.batched_episode(n):`")
+        group = groups[0]
+        if group is self._own.get(thread) and self._asked[thread] > len(group):
+            arrays = {n: a[: len(group)] if len(a) == self._asked[thread] else a for n, a in arrays.items()}
+        try:
+            store(group, arrays)
+        except BaseException:
+            if new:
+                group.abort()
+            raise
+
+    def _begin_batch(self, what: str, arrays: Mapping[str, Array]) -> EpisodeGroup:
+        sizes = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+        size = next(iter(sizes.values()))
+        if not size:
+            raise SchemaError(f"{what}: got {sizes} episodes, expected (B, *field), a batch of at least one")
+        group = self._batch_of_at_most(size)
+        if len(group) < size:
+            log.warning("%s: %s of %s episodes fit; the others are dropped", self.folder, len(group), size)
+        self._asked[get_ident()] = size
+        return group
+
+    def _batch_of_at_most(self, size: int) -> EpisodeGroup:
+        with self.turn:
+            for count in range(size, 1, -1):
+                with suppress(BufferFullError):
+                    return self.begin_batch(count)
+            return self.begin_batch(1)
+
+    def _completed(self, group: EpisodeGroup, values: dict[str, Any]) -> dict[str, Any]:
+        """A batch with what was assigned ahead, and zeros."""
+        ahead = [self._ahead.pop(episode, {}) for episode in group.episodes] if self._ahead else []
+        zeros = {name: np.broadcast_to(zero, (len(group), *zero.shape)) for name, zero in self._zeros.items()}
+        for name in {name for row in ahead for name in row}:
+            field = self.schema.fields[name]
+            zeros[name] = np.stack([row.get(name, decode(field.fill, field.dtype)) for row in ahead])
+        return {**zeros, **values}
+
+    def store_episode(self, **arrays: Any) -> None:
+        """As of `memmap_buffer.ReplayBuffer`.
+
+        Args:
+            arrays: as there; a field that is left out gets its default, else zeros.
+        """
+        values = {name: value for name, value in arrays.items() if value is not None}
+        columns = [to_numpy(value) for name, value in values.items() if name in self.schema.fields]
+        if columns and columns[0].ndim:
+            length = len(columns[0])
+            values = {n: np.broadcast_to(zero, (length, *zero.shape)) for n, zero in self._zeros.items()} | values
+        super().store_episode(**values)
+
+    def advance_episode(self, batch_size: int = 1) -> None:
+        """Publish what `store` or `store_batch` opened; the next one opens another.
+
+        Episodes without a timestep are dropped, where there are several; a single one stays open.
+
+        Args:
+            batch_size: how many episodes are open.
+
+        Raises:
+            SchemaError: it is another number.
+        """
+        episodes = self.open_episodes
+        if not episodes:
+            return
+        if len(episodes) > 1:
+            raise EpisodeStateError(f"advance_episode: {_several(episodes)}")
+        opened = episodes[0]
+        size = len(opened) if isinstance(opened, EpisodeGroup) else 1
+        if batch_size not in (size, self._asked.get(get_ident(), size)):
+            raise SchemaError(f"advance_episode: got batch_size={batch_size}, {size} episodes are open; give {size}")
+        if isinstance(opened, EpisodeGroup) or opened.length:
+            opened.publish()
+            self._own.pop(get_ident(), None)
+            self._asked.pop(get_ident(), None)
+
+    def clear(self) -> None:
+        """Remove every episode, and drop what `store` and `store_batch` opened."""
+        self._end_own(lambda episode: episode.abort())
+        super().clear()
+
+    reset_ = clear
+
+    def close(self) -> None:
+        """As of `memmap_buffer.ReplayBuffer`; what `store` and `store_batch` opened is published, as cut short."""
+        with self.turn:
+            try:
+                self._end_own(lambda episode: episode.publish(cut=True))
+            finally:
+                super().close()
+
+    def _end_own(self, end: Callable[[Episode], None]) -> None:
+        for opened in self._own.values():
+            for episode in opened.episodes if isinstance(opened, EpisodeGroup) else [opened]:
+                if episode.state == "open" and episode.writer.holds:
+                    end(episode)
+        self._own.clear()
+        self._asked.clear()
+
+    # Changing
+
+    def update(self, indices: Any = None, **data: Any) -> None:
+        """As of `memmap_buffer.ReplayBuffer`; an array or a list names episodes by serial, as `_index` of a batch does.
+
+        Args:
+            indices: a position, a slice of them, serials, or None for all.
+            data: as there.
+        """
+        if indices is None or isinstance(indices, slice | int | np.integer):
+            super().update(indices, **data)
+            return
+        with self.turn:
+            wanted, serials = to_numpy(indices), self.serials
+            gone = wanted[~np.isin(wanted, serials)]
+            if gone.size:
+                raise EpisodeIndexError(
+                    f"update: no visible episode has serial {gone.flat[0]}", serial=int(gone.flat[0])
+                )
+            super().update(np.searchsorted(serials, wanted), **data)
+
+    def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
+        """As of `memmap_buffer.ReplayBuffer`, of the open episode, too.
+
+        Args:
+            episode_index: its position.
+            timestep_index: the timestep.
+            name: the field.
+            datapoint: (*field).
+        """
+        if self._open_at(episode_index) is None:
+            super().store_datapoint(episode_index, timestep_index, name, datapoint)
+        else:
+            self._column(name, self.fieldnames)[episode_index, timestep_index] = datapoint
+
+    def store_meta_datapoint(self, episode_index: int, name: str, datapoint: Any) -> None:
+        """As of `memmap_buffer.ReplayBuffer`, of the open episode, too.
+
+        Args:
+            episode_index: its position.
+            name: the meta field.
+            datapoint: (*field).
+        """
+        if self._open_at(episode_index) is None:
+            super().store_meta_datapoint(episode_index, name, datapoint)
+        else:
+            self._column(name, self.meta_fieldnames)[episode_index] = datapoint
+
+    # Arrays
+
+    @property
+    def data(self) -> dict[str, Column]:
+        """Field -> its `Column`."""
+        return {name: Column(self, name) for name in self.fieldnames}
+
+    @property
+    def meta_data(self) -> dict[str, Any]:
+        """Meta field -> its `Column`; and `episode_lens`, an array."""
+        return {**{name: Column(self, name) for name in self.meta_fieldnames}, LENS: self.episode_lens}
+
+    def _column(self, name: str, among: Sequence[str]) -> Column:
+        self.schema.require([name], "column", among)
+        return Column(self, name)
+
+    def _of_serials(self, serials: Sequence[int], name: str) -> dict[str, Array]:
+        """A field or meta field of episodes, as `episodes` gives it."""
+        meta = name in self.meta_fieldnames
+        fields = () if meta else (name,)
+        while True:
+            positions = np.searchsorted(self.serials, serials).tolist()
+            data = self.episodes(positions, fields=fields, include_metadata=meta, return_indices=True)
+            if np.array_equal(data["_index"], serials):
+                return data
+            gone = set(serials) - set(self.serials.tolist())  # another process writes
+            if gone:
+                raise EpisodeIndexError(f"episode {min(gone)}: it is gone", serial=min(gone))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Field -> the shape of one timestep."""
+        return {name: field.shape for name, field in self.schema.fields.items()}
+
+    @property
+    def meta_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Meta field -> its shape."""
+        return {name: field.shape for name, field in self.schema.meta_fields.items()}
+
+    def dataset(self, **options: Any) -> EpisodeDataset:
+        """As of `memmap_buffer.ReplayBuffer`, an object of the dataset class of the options' level.
+
+        Args:
+            options: those of `Options`.
+        """
+        from memmap_buffer.memmap_replay_buffer.datasets import kind_of
+
+        return kind_of(options)(self, **options)
+
+    # Films
+
+    def image_fields(self) -> list[str]:
+        """The fields of at least two dimensions."""
+        return [name for name, shape in self.shapes.items() if len(shape) >= 2]
+
+    def default_image_field(self) -> str:
+        """The only one of them. Raises SchemaError where there is none, or several."""
+        names = self.image_fields()
+        if len(names) != 1:
+            some = f"multiple fields look like images, {', '.join(names)}" if names else "no field looks like images"
+            raise SchemaError(f"field: {some}; name one by field=…")
+        return names[0]
+
+    def episode_frames(self, episode_index: int | Sequence[int] = 0, field: str | None = None) -> Array:
+        """The images of one episode, or of several, one after the other.
+
+        Args:
+            episode_index: a position, or several.
+            field: the field of images; None: the only one.
+
+        Returns:
+            (T, *field).
+
+        Raises:
+            SchemaError: there is no such field, or no position was given.
+            EpisodeIndexError: there is no such episode; an IndexError.
+        """
+        name = self.default_image_field() if field is None else field
+        if name not in self.schema.fields:
+            raise SchemaError(f"field: invalid field name {name!r}; declared are {', '.join(self.fieldnames)}")
+        positions = to_numpy(episode_index).reshape(-1).tolist()
+        if not positions:
+            raise SchemaError("episode_index: got none, expected at least one")
+        outside = [i for i in positions if not 0 <= i < self.num_episodes]
+        if outside:
+            raise EpisodeIndexError(f"episode {outside[0]} is out of range: the buffer has {self.num_episodes}")
+        data = self.episodes(positions, fields=(name,), include_metadata=False)
+        return np.concatenate([rows[:n] for rows, n in zip(data[name], data["_lens"].tolist(), strict=True)])
+
+    def save_video(
+        self, path: AnyPath, episode_index: int | Sequence[int] = 0, field: str | None = None, fps: int = 30
+    ) -> Path:
+        """Write the images of episodes as a film; see `trajectory_to_video`.
+
+        Args:
+            path: the file.
+            episode_index: as for `episode_frames`.
+            field: as for `episode_frames`.
+            fps: images a second.
+        """
+        return trajectory_to_video(self.episode_frames(episode_index, field), path, fps)
+
+    # The collector
+
+    def create_collector(
+        self,
+        num_groups: int,
+        fieldnames: Sequence[str] | None = None,
+        meta_fieldnames: Sequence[str] | None = None,
+        strict: bool = True,
+    ) -> EpisodeCollector:
+        """An `EpisodeCollector` of this buffer.
+
+        Args:
+            num_groups: how many groups.
+            fieldnames: the fields that are collected; default: all.
+            meta_fieldnames: the meta fields that are collected; default: all.
+            strict: whether an unknown name raises; otherwise it is collected, and not stored.
+        """
+        return EpisodeCollector(self, num_groups, fieldnames, meta_fieldnames, strict)
+
+    create_rollout_collector = create_collector
+
+
+class ConcatReplayBuffer(ConcatBuffer):
+    """A `ConcatBuffer`; what would write raises NotImplementedError, too."""
+
+    _refusal = ConcatReadOnlyError
+
+
+def _several(opened: Sequence[object]) -> str:
+    return f"{len(opened)} episodes are open; use episode.store()"
