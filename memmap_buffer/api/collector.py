@@ -148,8 +148,10 @@ class Collector:
 
     def _of_first(self, values: dict[str, Any]) -> Schema:
         """The fields that the first timestep has."""
-        fields = {name: field for name, field in self.schema.fields.items() if name in values}
-        meta = {name: field for name, field in self.schema.meta_fields.items() if name in values}
+        fields, meta = (
+            {name: field for name, field in of_all.items() if not {name, name.split(".")[0]}.isdisjoint(values)}
+            for of_all in (self.schema.fields, self.schema.meta_fields)
+        )
         return self.schema.with_fields(fields, meta) if fields else self.schema
 
     def _require_alike(self, columns: dict[str, Array], count: int) -> None:

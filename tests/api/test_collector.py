@@ -7,8 +7,17 @@ import pytest
 import torch
 from fault_injection import flags_of, shown, system, without_barriers
 
-from memmap_buffer import BufferFullError, EpisodeStateError, Field, NotEnoughDataError, ReplayBuffer, SchemaError
+from memmap_buffer import (
+    BufferFullError,
+    Collector,
+    EpisodeStateError,
+    Field,
+    NotEnoughDataError,
+    ReplayBuffer,
+    SchemaError,
+)
 from memmap_buffer.format.records import CUT, FINAL, TERMINATED
+from memmap_buffer.memmap_replay_buffer import EpisodeCollector
 from memmap_buffer.writing import episode as episodes
 
 FIELDS = {
@@ -287,3 +296,34 @@ def test_a_column_that_was_computed_is_kept_as_it_was_given(collector):
     collector["advantage"] = column
     column += 1
     assert not collector.time_major["advantage"].any()
+
+
+def test_a_collector_that_need_not_be_complete_stores_what_the_first_timestep_lacks_as_defaults_or_zeros(tmp_path):
+    fields = {"x": "float", "left_out": ("int", 2), "five": ("int", (), 5)}
+    with ReplayBuffer(tmp_path, 4, 6, fields, {"task": "int"}) as buffer:
+        collector = Collector(buffer, 2, complete=False)
+        collector.append(x=[1.0, 2.0])
+        assert list(collector.columns) == ["x"] and collector.columns["x"].tolist() == [[1, 2]]
+        with pytest.raises(SchemaError, match="five"):  # the same names each time
+            collector.append(x=[1.0, 2.0], five=[1, 2])
+        collector.store(task=[3, 4])
+        collector.append(x=[3.0, 4.0], five=[6, 7])  # other names, once it is empty
+        collector.store(task=0)
+        data = buffer.get_all_data()
+        assert data["x"][:, 0].tolist() == [1, 2, 3, 4]
+        assert data["five"][:, 0].tolist() == [5, 5, 6, 7]
+        assert data["left_out"][:, 0].tolist() == [[0, 0]] * 4
+        with pytest.raises(SchemaError, match="left_out"):
+            Collector(buffer, 2).append(x=[1.0, 2.0])
+
+
+def test_a_collector_knows_its_fields_and_gives_arrays_by_dotted_names(tmp_path):
+    with ReplayBuffer(tmp_path, 4, 6, {"obs": {"a": "float", "b": "int"}, "x": "float"}) as buffer:
+        collector = buffer.create_collector(2, fieldnames=["obs.a", "obs.b"], strict=False)
+        assert list(collector.schema.fields) == ["obs.a", "obs.b"] and not collector.strict
+        for t in range(3):
+            collector.append(obs={"a": [t, t + 1], "b": [t, t]})
+        assert collector.columns["obs.a"].tolist() == [[0, 1], [1, 2], [2, 3]]
+        ported = EpisodeCollector(buffer, 2)
+        ported.append(obs={"a": [1.0, 2.0], "b": [3, 4]}, x=[5.0, 6.0])
+        assert ported.time_major("obs.a").tolist() == [[1, 2]] and ported.env_major("obs.b").tolist() == [[3], [4]]

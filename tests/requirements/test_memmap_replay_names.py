@@ -502,3 +502,40 @@ def test_films_hold_the_images_of_the_episodes(tmp_path):
         plain.default_image_field()
     sheet = frames_to_sheet(np.arange(6, dtype=np.uint8)[:, None, None] * np.ones((2, 3), np.uint8), rows=2, columns=2)
     assert sheet.shape == (4, 6, 3) and sheet[::2, ::3, 0].tolist() == [[0, 1], [3, 5]]
+
+
+def test_a_block_within_an_open_batch_is_stored_to_and_the_batch_goes_on_after_it(tmp_path):
+    with ReplayBuffer(tmp_path, 9, 4, {"x": "int"}) as buffer:
+        buffer.store_batch(x=[1, 2])
+        with buffer.one_episode():
+            buffer.store(x=5)
+            with pytest.raises(EpisodeStateError, match="no batch is open"):
+                buffer.store_batch(x=[7, 8])
+        with buffer.batched_episode(3):
+            buffer.store_batch(x=[6, 6, 6])
+        buffer.store_batch(x=[3, 4])
+        buffer.advance_episode(2)
+        lens = buffer.episode_lens.tolist()
+        rows = [row[:n] for row, n in zip(buffer.data["x"][:].tolist(), lens, strict=True)]
+        assert rows == [[5], [6], [6], [6], [1, 3], [2, 4]]
+
+
+def test_the_open_episode_is_changed_in_memory_and_refused_where_its_timesteps_are_shown_already(tmp_path):
+    with ReplayBuffer(tmp_path / "staged", 4, 5, {"x": "int"}, {"task": "int"}) as buffer:
+        for x in (1, 2):
+            buffer.store(x=x)
+        buffer.data["x"][buffer.episode_index, 0] = 7
+        buffer.store_datapoint(buffer.episode_index, 1, "x", 8)
+        buffer.meta_data["task"][buffer.episode_index] = 3
+        assert buffer.data["x"][buffer.episode_index][:2].tolist() == [7, 8]
+        buffer.store(x=9)
+        buffer.advance_episode()
+        assert buffer.data["x"][0][:3].tolist() == [7, 8, 9] and buffer.meta_data["task"][0] == 3
+    with ReplayBuffer(tmp_path / "shown", 4, 5, {"x": "int"}, publish="step") as buffer:
+        buffer.store(x=1)
+        assert buffer.data["x"][buffer.episode_index][:1].tolist() == [1]
+        with pytest.raises(EpisodeStateError, match="end it first"):
+            buffer.data["x"][buffer.episode_index, 0] = 7
+        buffer.advance_episode()
+        buffer.data["x"][0, 0] = 7
+        assert buffer.data["x"][0, 0] == 7
