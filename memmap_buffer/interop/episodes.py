@@ -6,21 +6,20 @@ These are JSON documents in the folder's `extra/`, which `pack` and `snapshot` c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, NotEnoughDataError, ReplayBuffer, Schema, SchemaError
+from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, ReplayBuffer, Schema, SchemaError
 from memmap_buffer.adapters import AnyPath, Names, path_of, progress
 from memmap_buffer.interop.columns import BoolArray
 from memmap_buffer.interop.target import Target, origin_of
 
 NAMES = "names"
 KINDS = {"U": "text", "c": "complex numbers"}  # of NumPy's dtypes
-SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
 
 
 def import_episodes(
@@ -170,15 +169,6 @@ def with_excluded(buffer: Any) -> dict[str, Any]:
     """The `filter_fields` that keep the timesteps which the field `valid` excludes."""
     field = buffer.schema.fields.get("valid")
     return {} if field is None or field.dtype != "bool" else {"valid": {True, False}}
-
-
-def sample_newest(disk: ReplayBuffer, end_episodes: Callable[[], None], batch_size: int, **options: Any) -> Any:
-    """A batch; where only the newest steps are there, their episodes end first, so that what follows them is known."""
-    try:
-        return disk.sample(batch_size, **options)
-    except NotEnoughDataError:
-        end_episodes()
-        return disk.sample(batch_size, **options)
 
 
 # Facts of a data set

@@ -11,14 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
-from memmap_buffer.interop.columns import Array, IntArray, flatten
-from memmap_buffer.interop.episodes import SPARE_SLOTS
-from memmap_buffer.paths import AnyPath
-from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.schema import Field
-from memmap_buffer.views.windows import Window
+from memmap_buffer import Field, NotEnoughDataError, Prioritized, ReplayBuffer, SchemaError, Window
+from memmap_buffer.adapters import AnyPath, Array, flatten
+from memmap_buffer.interop.columns import IntArray
+from memmap_buffer.interop.trainer_memory import SPARE_SLOTS
 
 ROW, START = "row", "start"  # meta fields of a part: its row, and the time of its first step
 SPARE_STEPS = 16  # of a row: a process that dies within a round of steps leaves some rows one step longer

@@ -7,23 +7,18 @@ takes the place of a `RandomMemory`; called again with the same folder, a run go
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import NotEnoughDataError
-from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import Array, equal_rows
-from memmap_buffer.interop.episodes import SPARE_SLOTS, sample_newest
-from memmap_buffer.paths import AnyPath
-from memmap_buffer.schema import Field
+from memmap_buffer import Field, NotEnoughDataError, ReplayBuffer
+from memmap_buffer.adapters import AnyPath, Array, extra
+from memmap_buffer.interop.trainer_memory import NEXT, SPARE_SLOTS, TERMINATED, TRUNCATED, TrainerMemory
 
 with extra("skrl"):
     from skrl.memories.torch import Memory
     from skrl.utils.spaces.torch import compute_space_size
-
-NEXT, TERMINATED, TRUNCATED = "next_", "terminated", "truncated"
 
 
 class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
@@ -56,32 +51,22 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         **options: Any,
     ) -> None:
         super().__init__(memory_size=memory_size, num_envs=num_envs, device=device)
-        self._folder = folder
-        spare = max(SPARE_SLOTS, 2 * num_envs)
-        sizes = {"max_timesteps": max_timesteps, "capacity": memory_size * num_envs, "spare_slots": spare}
-        self._options = {**sizes, "publish": "step", **options}
+        sizes: dict[str, Any] = {"max_timesteps": max_timesteps, "spare_slots": max(SPARE_SLOTS, 2 * num_envs)}
+        self._memory = TrainerMemory(folder, memory_size * num_envs, num_envs, **{**sizes, **options})
         self._fields: dict[str, Field] = {}
-        self._disk: ReplayBuffer | None = None
-        self._newest: dict[str, Array] = {}
 
-    @property
+    @cached_property
     def disk(self) -> ReplayBuffer:
         """The `memmap_buffer.ReplayBuffer`. Raises NotEnoughDataError before the agent made its tensors."""
-        if self._disk is None:
-            if not self._fields:
-                raise NotEnoughDataError("there is no tensor yet; the agent makes them when the trainer is made")
-            self._disk = self._opened()
-        return self._disk
-
-    def _opened(self) -> ReplayBuffer:
-        following = {name.removeprefix(NEXT) for name in self._fields if name.startswith(NEXT)}
+        if not self._fields:
+            raise NotEnoughDataError("there is no tensor yet; the agent makes them when the trainer is made")
         fields = {
-            name: Field(field.dtype, field.shape, final=name in following)
+            name: Field(field.dtype, field.shape, final=f"{NEXT}{name}" in self._fields)
             for name, field in self._fields.items()
             if not name.startswith(NEXT)
         }
-        ends: dict[str, Any] = {TERMINATED: TERMINATED if TERMINATED in fields else None, TRUNCATED: TRUNCATED}
-        return ReplayBuffer(self._folder, fields={**fields, TRUNCATED: ("bool", (1,))}, **ends, **self._options)
+        ends = {TERMINATED: TERMINATED if TERMINATED in fields else None, TRUNCATED: TRUNCATED}
+        return self._memory.open({**fields, TRUNCATED: ("bool", (1,))}, **ends)
 
     def __len__(self) -> int:
         return self.disk.num_steps if self._fields else 0
@@ -114,10 +99,7 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
     def reset(self) -> None:
         """Forget every step."""
         super().reset()
-        self._newest = {}
-        if self._disk is not None:
-            self._disk.end_episodes()
-            self._disk.clear()
+        self._memory.clear()
 
     # Writing
 
@@ -132,34 +114,16 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         """
         if not tensors:
             raise ValueError("There are no samples. Provide samples as key-value arguments")
-        now = {}
-        for name, field in self._fields.items():
-            if tensors.get(name) is not None:
-                values = tensors[name].detach().cpu().numpy()
-                if values.size != self.num_envs * int(np.prod(field.shape)):
-                    raise ValueError(
-                        f"Expected {name!r} of shape ({self.num_envs}, *{field.shape}), got {values.shape}"
-                    )
-                now[name] = values.reshape(self.num_envs, *field.shape).copy()
-        self._store(now)
-        self._newest = now
+        finals = self.disk.schema.final_names
+        step = {name: self._rows(name, tensors[name]) for name in self._fields if tensors.get(name) is not None}
+        step.pop(TRUNCATED, None)  # that an episode was cut is told by the next step, as not all agents tell it
+        self._memory.add(step, {name: step.pop(f"{NEXT}{name}") for name in finals})
 
-    def _store(self, now: dict[str, Array] | None) -> None:
-        """Store the step before; without what is now, its episodes are cut short there."""
-        if not self._newest:
-            return
-        over = np.ones((self.num_envs, 1), np.bool_)
-        if now is not None:
-            following = {name: self._newest[NEXT + name] for name in self.disk.schema.final_names}
-            over = ~equal_rows(following, now)[:, None]
-        ended = self._newest[TERMINATED] if TERMINATED in self._newest else np.zeros_like(over)
-        step: dict[str, Any] = {**self._newest, TRUNCATED: over & ~ended.astype(np.bool_)}
-        self.disk.add(**step)
-        self._newest = {}
-
-    def _end_episodes(self) -> None:
-        self._store(None)
-        self.disk.end_episodes()
+    def _rows(self, name: str, tensor: Any) -> Array:
+        values, shape = tensor.detach().cpu().numpy(), (self.num_envs, *self._fields[name].shape)
+        if values.size != np.prod(shape):
+            raise ValueError(f"Expected {name!r} of shape {shape}, got {values.shape}")
+        return np.array(values.reshape(shape))
 
     def save(self, directory: str = "", *, format: str = "pt") -> None:
         """Wait until every step is on the disk; there is nothing else to be saved.
@@ -168,14 +132,11 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
             directory: as theirs; not used.
             format: as theirs; not used.
         """
-        self._end_episodes()
-        self.disk.flush()
+        self._memory.save()
 
     def close(self) -> None:
         """Wait until every step is on the disk, and let go of the folder."""
-        if self._disk is not None:
-            self._store(None)
-            self._disk.close()
+        self._memory.close()
 
     # Reading
 
@@ -199,7 +160,7 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         """
         if sequence_length != 1:
             raise ValueError(f"sequence_length: got {sequence_length}, and single steps are drawn; leave it out")
-        batch = sample_newest(self.disk, self._end_episodes, batch_size, device=self.device, **self._draws())
+        batch = self._memory.sample(batch_size, device=self.device, **self._draws())
         self.sampling_indexes = batch["_indices"].cpu()
         return _shared(batch, names, mini_batches)
 

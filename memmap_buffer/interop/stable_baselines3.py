@@ -12,15 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.environments import image_codec
-from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import Array, equal_rows
-from memmap_buffer.interop.episodes import SPARE_SLOTS, sample_newest
-from memmap_buffer.names import Names
-from memmap_buffer.paths import AnyPath
-from memmap_buffer.schema import Field
-from memmap_buffer.views.hindsight import Hindsight
+from memmap_buffer import Field, Hindsight
+from memmap_buffer.adapters import AnyPath, Array, Names, extra, flatten, image_codec
+from memmap_buffer.interop.trainer_memory import NEXT, TERMINATED, TRUNCATED, TrainerMemory
 
 with extra("stable-baselines3"):
     from gymnasium import spaces
@@ -52,9 +46,9 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         folder: where it is; made if it is missing.
         n_steps: the most steps of a transition.
         gamma: γ of their returns.
-        max_timesteps: longer episodes are stored in parts; no transition of one step is lost where they are cut.
         codec: of observations that are images, as for `Field`: "zstd", say.
-        options: others of `memmap_buffer.ReplayBuffer`, such as `durability`.
+        options: others of `memmap_buffer.ReplayBuffer`, such as `durability`. Episodes longer than `max_timesteps`
+            (default 1,000) are stored in parts; no transition of one step is lost where they are cut.
 
     Attributes:
         disk: the `memmap_buffer.ReplayBuffer`.
@@ -79,7 +73,6 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         folder: AnyPath,
         n_steps: int = 1,
         gamma: float = 0.99,
-        max_timesteps: int = 1000,
         codec: Any = None,
         **options: Any,
     ) -> None:
@@ -91,53 +84,36 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         self.n_steps, self.gamma = n_steps, gamma
         shapes = self.obs_shape if isinstance(self.obs_shape, dict) else {"": self.obs_shape}
         of = {key: observation_space[key] if key else observation_space for key in shapes}  # type: ignore[index]
-        self._observed = {
-            key: Field(of[key].dtype, shape, final=True, codec=image_codec(of[key].dtype, shape, codec))
-            for key, shape in shapes.items()
+        tree = {key: key for key in shapes} if "" not in shapes else ""
+        self._keys: dict[str, str] = flatten(Names().ours({OBSERVATION: tree}))  # by the names of fields
+        self._fields: dict[str, Any] = {
+            name: Field(of[key].dtype, shapes[key], final=True, codec=image_codec(of[key].dtype, shapes[key], codec))
+            for name, key in self._keys.items()
         }
-        self._parts = {key: part for part, key in Names().ours({key or OBSERVATION: key for key in shapes}).items()}
-        self._action = Field(self._maybe_cast_dtype(action_space.dtype), (self.action_dim,))
-        self.disk = ReplayBuffer(
-            folder,
-            max_timesteps=max_timesteps,
-            capacity=self.buffer_size * n_envs,
-            spare_slots=max(SPARE_SLOTS, n_envs),
-            publish=self.publish,
-            fields={
-                **self._nested(OBSERVATION, self._observed),
-                "action": self._action,
-                "reward": "float",
-                "terminated": "bool",
-                "truncated": "bool",
-            },
-            **{"skips_resets": False, **options},  # the trainer gives none, whoever made the folder
-        )
-        self._following: dict[str, Array] = {}
-        self._over = np.ones(n_envs, np.bool_)
+        self._fields["action"] = Field(self._maybe_cast_dtype(action_space.dtype), (self.action_dim,))
+        self.memory = TrainerMemory(folder, self.buffer_size * n_envs, n_envs, publish=self.publish, **options)
+        self.disk = self.memory.open({**self._fields, "reward": "float", TERMINATED: "bool", TRUNCATED: "bool"})
         self._options = self._draws()
         self._count()
 
     def _draws(self) -> dict[str, Any]:
         """The options of `disk.sample`."""
-        if self.n_steps == 1:
-            return {"n_steps": 1, "next_fields": (OBSERVATION,)}
-        names = {"current_fields": (OBSERVATION, "action"), "next_fields": (OBSERVATION,)}
-        return {"n_steps": self.n_steps, "sequence_fields": ("reward", "terminated"), **names}
+        draws: dict[str, Any] = {"n_steps": self.n_steps, "next_fields": (OBSERVATION,)}
+        several = {"current_fields": (OBSERVATION, "action"), "sequence_fields": ("reward", TERMINATED)}
+        return draws if self.n_steps == 1 else {**draws, **several}
 
     def _count(self) -> None:
         """Say how much there is in the words of Stable-Baselines3."""
-        stored = self.disk.num_steps // self.n_envs
-        self.full, self.pos = stored >= self.buffer_size, stored % self.buffer_size
+        turns, self.pos = divmod(self.memory.num_added, self.buffer_size)
+        self.full = turns > 0
 
     def size(self) -> int:
         """Transitions of each environment."""
-        return self.disk.num_steps // self.n_envs
+        return len(self.memory) // self.n_envs
 
     def reset(self) -> None:
         """Forget every transition."""
-        self.disk.end_episodes()
-        self.disk.clear()
-        self._over[:] = True
+        self.memory.clear()
         self._count()
 
     # Writing
@@ -155,35 +131,22 @@ class DiskReplayBuffer(MemoryReplayBuffer):
             done: (n_envs,).
             infos: of each environment.
         """
-        now, following = self._arrays(obs), self._arrays(next_obs)
-        if not (self._over | equal_rows(self._following, now)).all():  # some environment was reset, and nobody said so
-            self.disk.end_episodes()
-        done = np.asarray(done, np.bool_).reshape(self.n_envs)
-        late = np.zeros_like(done)
+        late, done = np.zeros(self.n_envs, np.bool_), np.asarray(done, np.bool_).reshape(self.n_envs)
         if self.handle_timeout_termination:
             late[:] = [info.get("TimeLimit.truncated", False) for info in infos]
-        self.disk.add(
-            **self._nested(OBSERVATION, now),
-            **self._nested(f"next_{OBSERVATION}", following),
-            action=np.asarray(action, self._action.dtype).reshape(self.n_envs, self.action_dim),
-            reward=np.asarray(reward, np.float32).reshape(self.n_envs),
-            terminated=done & ~late,
-            truncated=late,
-        )
-        self._following, self._over = following, done | late
-        self.pos = (self.pos + 1) % self.buffer_size
-        self.full = self.full or self.pos == 0
+        action = np.asarray(action, self._fields["action"].dtype).reshape(self.n_envs, self.action_dim)
+        reward = np.asarray(reward, np.float32).reshape(self.n_envs)
+        step = {"action": action, "reward": reward, TERMINATED: done & ~late, TRUNCATED: late}
+        self.memory.add({**self._arrays(obs), **step}, self._arrays(next_obs))
+        self._count()
 
     def _arrays(self, obs: Any) -> dict[str, Array]:
-        """Observations by their keys, of the stored shape and dtype."""
-        observations, fields = obs if isinstance(obs, Mapping) else {"": obs}, self._observed.items()
+        """Observations by the names of fields, of the stored shape and dtype."""
+        arrays, fields = obs if isinstance(obs, Mapping) else {"": obs}, self._fields
         return {
-            key: np.array(observations[key], field.dtype).reshape(self.n_envs, *field.shape) for key, field in fields
+            name: np.array(arrays[key], fields[name].dtype).reshape(self.n_envs, *fields[name].shape)
+            for name, key in self._keys.items()
         }
-
-    def _nested(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The value of a single observation; of a dict of them a group by the names of fields."""
-        return {name: values[""] if "" in values else {self._parts[key]: value for key, value in values.items()}}
 
     # Reading
 
@@ -201,33 +164,29 @@ class DiskReplayBuffer(MemoryReplayBuffer):
             NotEnoughDataError: there is no transition.
         """
         device = None if env is not None or self.device.type == "cpu" else self.device
-        batch = sample_newest(self.disk, self.disk.end_episodes, batch_size, device=device, **self._options)
-        return self._samples(batch, env)
+        return self._samples(self.memory.sample(batch_size, device=device, **self._options), env)
 
     def _samples(self, batch: Mapping[str, Any], env: VecNormalize | None) -> Any:
         """A batch of `disk` as the trainer has it."""
-        observations, following = (self._normal(self._observations(batch, prefix), env) for prefix in ("", "next_"))
+        single = "" in self._keys.values()
+        flat = batch if single else flatten(batch)
+        pair = ({key: flat[prefix + name] for name, key in self._keys.items()} for prefix in ("", NEXT))
+        now, following = (self._normal(values, env) for values in pair)
         rewards, dones, discounts = self._returns(batch, env)
-        samples = DictReplayBufferSamples if isinstance(observations, dict) else ReplayBufferSamples
-        return samples(observations, batch["action"].to(self.device), following, dones, rewards, discounts)
+        kind = ReplayBufferSamples if single else DictReplayBufferSamples
+        return kind(now, batch["action"].to(self.device), following, dones, rewards, discounts)
 
-    def _observations(self, batch: Mapping[str, Any], prefix: str) -> Any:
-        """The observations of a batch as the environment gives them."""
-        values = batch[prefix + OBSERVATION]
-        return values if "" in self._parts else {key: values[part] for key, part in self._parts.items()}
-
-    def _normal(self, observations: Any, env: VecNormalize | None) -> Any:
-        if env is None:
-            return observations
-        several = isinstance(observations, dict)
-        arrays = {key: values.numpy() for key, values in observations.items()} if several else observations.numpy()
-        normal: Any = env.normalize_obs(arrays)
-        return {key: self.to_torch(values) for key, values in normal.items()} if several else self.to_torch(normal)
+    def _normal(self, values: dict[str, Any], env: VecNormalize | None) -> Any:
+        """The observations as the environment gives them, normalised by it."""
+        if env is not None:
+            arrays = {key: rows.numpy() for key, rows in values.items()}
+            normal: Any = env.normalize_obs(arrays.get("", arrays))
+            values = {k: self.to_torch(v) for k, v in (normal if isinstance(normal, dict) else {"": normal}).items()}
+        return values.get("", values)
 
     def _returns(self, batch: Mapping[str, Any], env: VecNormalize | None) -> tuple[Any, Any, Any]:
         """Rewards and dones (B, 1), and for several steps the discounts (B, 1) of what follows."""
-        name = "reward" if self.n_steps == 1 else "seq_reward"
-        rewards = batch[name]
+        rewards = batch["reward" if self.n_steps == 1 else "seq_reward"]
         if env is not None:
             rewards = self.to_torch(env.normalize_reward(rewards.numpy()).astype(np.float32))
         if self.n_steps == 1:
@@ -237,16 +196,6 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         returns = (rewards * self.gamma ** steps.float() * (steps < count)).sum(1, keepdim=True)
         dones = batch["seq_terminated"].to(rewards.device).any(1, keepdim=True).float()
         return returns, dones, self.gamma ** count.float()
-
-    # Pickling
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The folder's name in the place of what it holds, which is on the disk then."""
-        self.disk.end_episodes()
-        self.disk.flush()
-        self._over[:] = True
-        state = self.__dict__.copy()
-        return {**state, "env": None} if "env" in state else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -279,6 +228,7 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
     """
 
     publish: Literal["episode", "step"] = "episode"
+    env: VecEnv | None = None  # after unpickling, until `set_env`
 
     def __init__(
         self,
@@ -299,8 +249,8 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
     ) -> None:
         if copy_info_dict:
             raise ValueError("copy_info_dict: got True, and infos are not stored; leave it out")
-        name = getattr(goal_selection_strategy, "name", str(goal_selection_strategy)).upper()
-        self.goal_selection_strategy = GoalSelectionStrategy[name]
+        strategy = getattr(goal_selection_strategy, "name", str(goal_selection_strategy)).upper()
+        self.goal_selection_strategy = GoalSelectionStrategy[strategy]
         self.n_sampled_goal, self.copy_info_dict = n_sampled_goal, False
         self.her_ratio = 1 - 1.0 / (n_sampled_goal + 1)
         self.env = env
@@ -308,22 +258,14 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         super().__init__(buffer_size, observation_space, action_space, *how, folder=folder, **options)
 
     def _draws(self) -> dict[str, Any]:
-        strategy: Any = self.goal_selection_strategy.name.lower()
-        return {**super()._draws(), "hindsight": Hindsight(self._rewards, strategy=strategy, prob=self.her_ratio)}
+        how: dict[str, Any] = {"strategy": self.goal_selection_strategy.name.lower(), "prob": self.her_ratio}
+        return {**super()._draws(), "hindsight": Hindsight(self._rewards, **how)}
 
     def _rewards(self, achieved: Array, goals: Array, _: Any) -> Array:
         assert self.env is not None, "set_env gives it, as load_replay_buffer does"
-        infos: list[dict[str, Any]] = [{} for _ in achieved]
-        (rewards,) = self.env.env_method("compute_reward", achieved, goals, infos, indices=[0])
+        (rewards,) = self.env.env_method("compute_reward", achieved, goals, [{} for _ in achieved], indices=[0])
         return np.asarray(rewards, np.float32)
-
-    def set_env(self, env: VecEnv) -> None:
-        """Set the environment that gives rewards, as after unpickling."""
-        if self.env is not None:
-            raise ValueError("Trying to set env of already initialized environment.")
-        self.env = env
 
     def truncate_last_trajectory(self) -> None:
         """End the episodes that are open, as if a time limit had."""
-        self.disk.end_episodes()
-        self._over[:] = True
+        self.memory.end_episodes()

@@ -16,22 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
-from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import Array, BoolArray, equal_rows, flatten
-from memmap_buffer.interop.episodes import episode_bounds, read_names, sample_newest, write_names
+from memmap_buffer import Field, Offsets, Prioritized, ReplayBuffer, Schema, SchemaError
+from memmap_buffer.adapters import (
+    AnyPath,
+    Array,
+    Episode,
+    Names,
+    equal_rows,
+    extra,
+    flatten,
+    path_of,
+    read_names,
+    write_names,
+)
+from memmap_buffer.interop.columns import BoolArray
+from memmap_buffer.interop.episodes import episode_bounds
 from memmap_buffer.interop.torchrl import columns_of_steps, to_tensordict
-from memmap_buffer.names import Names
-from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.schema import Field, Schema
-from memmap_buffer.views.windows import Offsets
+from memmap_buffer.interop.trainer_memory import TERMINATED, TRUNCATED, TrainerMemory
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
-
-    from memmap_buffer.writing.episode import Episode
 
 with extra("torchrl"):
     from tensordict import TensorDict, is_tensor_collection
@@ -113,9 +117,10 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
             None if alpha is None or beta is None else Prioritized(alpha, beta, epsilon=eps, normalize="buffer")
         )
         draws = _Draws(self._priorities, slice_len, strict_length, n_steps, gamma, device)
-        storage = _Folder(path_of(folder), capacity, draws, traj_key, {"max_timesteps": max_timesteps, **options})
+        several = slice_len is not None or n_steps > 1
+        self.memory = _Trajectories(folder, capacity, traj_key, several, max_timesteps=max_timesteps, **options)
         super().__init__(
-            storage=storage,
+            storage=_Folder(self.memory, capacity, draws),
             collate_fn=_collated,
             batch_size=batch_size,
             priority_key=priority_key,
@@ -125,19 +130,17 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
         )
 
     def __repr__(self) -> str:
-        return f"DiskReplayBuffer({str(self._storage.path)!r}, {len(self)} of {self._storage.max_size} transitions)"
+        return f"DiskReplayBuffer({str(self.memory.path)!r}, {len(self)} of {self._storage.max_size} transitions)"
 
     @property
     def disk(self) -> ReplayBuffer:
         """The `memmap_buffer.ReplayBuffer`. Raises NotEnoughDataError before the first `extend`."""
-        disk: ReplayBuffer = self._storage.disk
-        return disk
+        return self.memory.disk
 
     @property
     def write_count(self) -> int:
         """How many steps were stored since the buffer was opened."""
-        count: int = self._storage.write_count
-        return count
+        return self.memory.write_count
 
     # Writing
 
@@ -160,7 +163,7 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
         """
         data = self._transform.inv(tensordicts) if len(self._transform) else tensordicts
         with self._replay_lock:
-            index = self._storage.write(data)
+            index = self.memory.write(data)
         tensordicts.set("index", index)
         if update_priority is not False and self.priority_key in tuple(data.keys()):
             self.update_tensordict_priority(data.copy().set("index", index))
@@ -169,7 +172,7 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
     def end_episodes(self) -> None:
         """End the episodes that are open, so that their newest steps can be drawn; the next ones begin others."""
         with self._replay_lock:
-            self._storage.end_episodes()
+            self.memory.end_episodes()
 
     def update_priority(self, index: Any, priority: Any) -> None:
         """Give steps the priorities of their TD errors, where these are drawn by priority.
@@ -190,7 +193,7 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
     def close(self) -> None:
         """Wait until all is on the disk, and let go of the folder."""
         with self._replay_lock:
-            self._storage.close()
+            self.memory.close()
 
     # Reading
 
@@ -225,40 +228,28 @@ class _Draws:
         return {"view": Offsets(steps, boundary="drop" if self.strict else "shift"), "return_indices": True}
 
 
-class _Folder(Storage):  # type: ignore[misc]
-    """The folder: batches of torchrl become episodes, and items become batches of torchrl."""
+class _Trajectories(TrainerMemory):
+    """The writing half: batches of torchrl become episodes, which are told apart by what they say of trajectories.
+
+    Args:
+        folder: see `DiskReplayBuffer`.
+        capacity: likewise.
+        traj_key: likewise.
+        cuts_runs: whether several steps of a trajectory are drawn, so that something must tell where it ends.
+        options: of `TrainerMemory`.
+    """
 
     def __init__(
-        self,
-        path: Path,
-        capacity: int,
-        draws: _Draws,
-        traj_key: str | tuple[str, ...] | None,
-        options: Mapping[str, Any],
+        self, folder: AnyPath, capacity: int, traj_key: str | tuple[str, ...] | None, cuts_runs: bool, **options: Any
     ) -> None:
-        super().__init__(capacity)
-        self.path, self.draws, self.write_count = path, draws, 0
-        self._traj_key = (traj_key,) if isinstance(traj_key, str) else traj_key
-        self._options = {"capacity": capacity, "spare_slots": SPARE_SLOTS, "publish": "step", **options}
-        self._names = Names()
-        self._disk: ReplayBuffer | None = None
-        self._drawn = False
+        super().__init__(folder, capacity, **{"spare_slots": SPARE_SLOTS, **options})
+        self.names, self.write_count = Names(), 0
+        self._traj_key, self._cuts_runs = (traj_key,) if isinstance(traj_key, str) else traj_key, cuts_runs
         self._open: OrderedDict[Any, tuple[Episode, dict[str, Array]]] = OrderedDict()
-        if (path / "schema.json").exists():
-            there = ReplayBuffer.from_folder(path, read_only=True)
-            self._names = read_names(there)
-            self._disk = ReplayBuffer(path, fields=there.schema, **self._options)
-
-    def __len__(self) -> int:
-        return 0 if self._disk is None else self._disk.num_steps
-
-    @property
-    def disk(self) -> ReplayBuffer:
-        if self._disk is None:
-            raise NotEnoughDataError(f"{self.path}: nothing was stored yet; call extend")
-        return self._disk
-
-    # Writing
+        if (self.path / "schema.json").exists():
+            there = ReplayBuffer.from_folder(self.path, read_only=True)
+            self.names = read_names(there)
+            self.open(there.schema)
 
     def write(self, data: TensorDictBase) -> Array:
         """Store a batch, and tell the episode and timestep of each step."""
@@ -273,14 +264,13 @@ class _Folder(Storage):  # type: ignore[misc]
 
     def _write_row(self, row: int, data: TensorDictBase) -> Array:
         """Store one row of a batch, in which trajectories stand behind each other."""
-        arrays = flatten(self._names.ours(_as_dict(data)))
+        arrays = flatten(self.names.ours(_as_dict(data)))
         fields, after = columns_of_steps(arrays)
         ids = self._ids(arrays)
-        if self._disk is None:
-            self._disk = self._made(fields, after)
+        disk = self._made(fields, after) if self._disk is None else self._disk
         count = len(next(iter(fields.values())))
         ends = np.zeros(count, np.bool_)
-        for name in self._disk.schema.ends:
+        for name in disk.schema.ends:
             ends |= _any(fields[name])
         cuts = ends.copy()
         if after:
@@ -297,13 +287,13 @@ class _Folder(Storage):  # type: ignore[misc]
 
     def _ids(self, arrays: Mapping[str, Array]) -> Array | None:
         """The number of each step's trajectory, if there is one. Raises SchemaError where nothing tells its end."""
-        name = self._names.named(self._traj_key or TRAJECTORY)
+        name = self.names.named(self._traj_key or TRAJECTORY)
         if name in arrays:
             return arrays[name]
         if self._traj_key is not None:
             raise SchemaError(f"extend: traj_key={self._traj_key!r} is not there; there is {', '.join(arrays)}")
         has_ends = any(key == "done" or key.startswith("next.") for key in arrays)
-        if not has_ends and (self.draws.slice_len or self.draws.n_steps > 1):
+        if not has_ends and self._cuts_runs:
             raise SchemaError(
                 "extend: nothing tells where a trajectory ends, so several steps of one cannot be drawn: there is "
                 'neither "next" nor ("collector", "traj_ids"); name the entry that numbers trajectories, '
@@ -338,62 +328,62 @@ class _Folder(Storage):  # type: ignore[misc]
                 _end(episode, following, cut=not (ended and stop == count))
                 episode = None
             start = stop
-        while len(self._open) > self._options["spare_slots"] // 2:
+        while len(self._open) > disk.spare_slots // 2:
             _end(*self._open.popitem(last=False)[1])
         return index
 
     def _made(self, fields: Mapping[str, Array], after: Mapping[str, Array]) -> ReplayBuffer:
         declared = {name: Field(rows.dtype, rows.shape[1:], final=name in after) for name, rows in fields.items()}
-        ends: dict[str, Any] = {name: name if name in declared else None for name in ("terminated", "truncated")}
+        ends: dict[str, Any] = {name: name if name in declared else None for name in (TERMINATED, TRUNCATED)}
         if not any(ends.values()) and "done" in declared:
-            ends["terminated"] = "done"
-        disk = ReplayBuffer(self.path, fields=declared, **ends, **self._options)
-        write_names(disk, self._names)
+            ends[TERMINATED] = "done"
+        disk = self.open(declared, **ends)
+        write_names(disk, self.names)
         return disk
+
+    def end_episodes(self) -> None:
+        while self._open:
+            _end(*self._open.popitem(last=False)[1])
+        super().end_episodes()
+
+
+class _Folder(Storage):  # type: ignore[misc]
+    """The reading half, as torchrl's storages are: items become batches of torchrl."""
+
+    def __init__(self, memory: _Trajectories, capacity: int, draws: _Draws) -> None:
+        super().__init__(capacity)
+        self.memory, self.draws, self._drawn = memory, draws, False
+
+    def __len__(self) -> int:
+        return len(self.memory)
 
     def update(self, index: Array, errors: Array) -> None:
         """Give steps the priorities of their errors."""
         how = self.draws.prioritized
         assert how is not None
         if not self._drawn:  # a draw tells the tree α and ε
-            self.disk.sample(1, timestep_level=True, prioritized=how)
+            self.memory.disk.sample(1, timestep_level=True, prioritized=how)
             self._drawn = True
-        self.disk.update_priorities(index, errors, name=how.name)
-
-    def end_episodes(self) -> None:
-        while self._open:
-            _end(*self._open.popitem(last=False)[1])
-
-    def flush(self) -> None:
-        self.end_episodes()
-        if self._disk is not None:
-            self._disk.flush()
-
-    def close(self) -> None:
-        self.end_episodes()
-        if self._disk is not None:
-            self._disk.close()
+        self.memory.disk.update_priorities(index, errors, name=how.name)
 
     # Reading
 
     def draw(self, size: int) -> tuple[TensorDict, dict[str, Any]]:
         """A batch of so many steps, and what torchrl tells of it."""
-        how, length = self.draws, self.draws.slice_len
+        how, length, disk = self.draws, self.draws.slice_len, self.memory.disk
         options = {"device": how.device, "prioritized": how.prioritized or False}
         if length is not None:
             if size % length:
                 raise SchemaError(
                     f"sample: got batch_size={size}, which {length}, the length of slices, does not divide"
                 )
-            return self._slices(
-                self.disk.sample(size // length, **self.draws.of_slices(self.disk.schema, length), **options), length
-            )
-        options |= how.of_transitions(self.disk.schema)
-        return self._transitions(dict(sample_newest(self.disk, self.end_episodes, size, **options)))
+            return self._slices(disk.sample(size // length, **how.of_slices(disk.schema, length), **options), length)
+        options |= how.of_transitions(disk.schema)
+        return self._transitions(dict(self.memory.sample(size, **options)))
 
     def get(self, index: Any) -> TensorDict:
         """Transitions by position, or by "index" of a batch."""
-        disk = self.disk
+        disk = self.memory.disk
         options = self.draws.of_transitions(disk.schema)
         where = range(len(disk.dataset(**options)))[index] if isinstance(index, slice) else np.asarray(index)
         is_single = np.ndim(where) == 0
@@ -407,16 +397,16 @@ class _Folder(Storage):  # type: ignore[misc]
             batch.pop(key, None)
         if self.draws.n_steps > 1:
             batch["reward"] = batch.pop("_return")
-            for name in self.disk.schema.ends:
+            for name in self.memory.disk.schema.ends:
                 batch[name] = batch.pop(f"seq_{name}").any(1)
-        data = to_tensordict(batch, schema=self.disk.schema, names=self._names)
+        data = to_tensordict(batch, schema=self.memory.disk.schema, names=self.memory.names)
         if self.draws.n_steps > 1:
             data.set("steps_to_next_obs", lens[:, None])
         return data, info
 
     def _slices(self, batch: Mapping[str, Any], length: int) -> tuple[TensorDict, dict[str, Any]]:
         """A batch of `of_slices` as torchrl has it: (steps,), slices behind each other."""
-        schema, batch = self.disk.schema, flatten(batch)
+        schema, batch = self.memory.disk.schema, flatten(batch)
         exists = batch[f"_mask_{next(iter(schema.fields))}"][:, :length]
         for name in schema.final_names:
             exists = exists & batch[f"_mask_{name}"][:, 1:]
@@ -427,7 +417,7 @@ class _Folder(Storage):  # type: ignore[misc]
 
         steps = {name: flat(batch[name][:, :length]) for name in schema.fields}
         steps |= {f"next_{name}": flat(batch[name][:, 1:]) for name in schema.final_names}
-        data = to_tensordict(steps, schema=schema, names=self._names)
+        data = to_tensordict(steps, schema=schema, names=self.memory.names)
         place = exists.cumsum(1) - 1
         first, last = flat(place == 0)[:, None], flat(place == place[:, -1:])[:, None]
         data.set(("next", "truncated"), last)
@@ -448,19 +438,16 @@ class _Folder(Storage):  # type: ignore[misc]
         return 0 <= int(item) < len(self)
 
     def _empty(self) -> None:
-        self.end_episodes()
-        if self._disk is not None:
-            self._disk.clear()
+        self.memory.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        self.flush()
-        return {"folder": str(self.path.resolve())}
+        self.memory.save()
+        return {"folder": str(self.memory.path.resolve())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if Path(state_dict["folder"]).resolve() != self.path.resolve():
-            raise SchemaError(
-                f"{self.path}: the steps of what is loaded are in {state_dict['folder']}; open that folder"
-            )
+        path = self.memory.path
+        if Path(state_dict["folder"]).resolve() != path.resolve():
+            raise SchemaError(f"{path}: the steps of what is loaded are in {state_dict['folder']}; open that folder")
 
     def dumps(self, path: Any) -> None:
         path_of(path).mkdir(parents=True, exist_ok=True)
@@ -470,7 +457,6 @@ class _Folder(Storage):  # type: ignore[misc]
         self.load_state_dict(json.loads((path_of(path) / STATE).read_text(encoding="utf-8")))
 
     def __getstate__(self) -> dict[str, Any]:
-        self.flush()
         return {**super().__getstate__(), "_drawn": False}
 
 

@@ -250,7 +250,7 @@ def test_goals_are_achieved_later_in_the_same_episode(tmp_path: Path, strategy: 
     model.learn(3, reset_num_timesteps=False)
     before = model.replay_buffer.size()
     model.replay_buffer.truncate_last_trajectory()  # what is open ends, and can be drawn
-    assert model.replay_buffer.size() >= before and model.replay_buffer._over.all()
+    assert model.replay_buffer.size() >= before and model.replay_buffer.memory.over.all()
 
 
 def test_what_cannot_be_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,173 @@
+"""The replay memory that the buffers of trainers stand on: a ring of transitions in a folder.
+
+It owns how such a folder is opened, where episodes end that nobody ended, and how much there is; never what a trainer
+calls its columns and batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from memmap_buffer import NotEnoughDataError, ReplayBuffer, Schema
+from memmap_buffer.adapters import AnyPath, Array, equal_rows, path_of
+
+NEXT, TERMINATED, TRUNCATED = "next_", "terminated", "truncated"
+SPARE_SLOTS = 64  # as many open episodes cost nothing, see `ReplayBuffer`
+
+
+class TrainerMemory:
+    """The newest transitions of environments that run side by side; opened again, it goes on.
+
+    An observation is stored once, also as the one that follows the step before. Pickled it is the folder's name, and
+    all that it was given is on the disk then.
+
+    Args:
+        folder: where it is; made by `open`.
+        capacity: steps of all environments together.
+        num_envs: how many environments step together.
+        options: others of `memmap_buffer.ReplayBuffer`, such as `durability`.
+
+    Attributes:
+        path: of the folder.
+        over: (num_envs,) whether the next step begins another episode, whatever it is.
+    """
+
+    def __init__(self, folder: AnyPath, capacity: int, num_envs: int = 1, **options: Any) -> None:
+        self.path, self.num_envs = path_of(folder), num_envs
+        usual = {"publish": "step", "max_timesteps": 1000, "spare_slots": max(SPARE_SLOTS, num_envs)}
+        usual["skips_resets"] = False  # a trainer gives none, whoever made the folder
+        self._options = {**usual, **options, "capacity": capacity}
+        self._disk: ReplayBuffer | None = None
+        self._forget()
+
+    def open(self, fields: Mapping[str, Any] | Schema, **ends: Any) -> ReplayBuffer:
+        """Open the folder, or make it, if that was not done before.
+
+        Args:
+            fields: as for `ReplayBuffer`; final ones tell where a step goes on from the one before.
+            ends: `terminated` and `truncated`, as for `ReplayBuffer`.
+
+        Returns:
+            `disk`.
+
+        Raises:
+            SchemaMismatchError: the folder has other fields, or another capacity.
+        """
+        if self._disk is None:
+            self._disk = ReplayBuffer(self.path, fields=fields, **ends, **self._options)
+            self._count()
+        return self._disk
+
+    @property
+    def disk(self) -> ReplayBuffer:
+        """The `memmap_buffer.ReplayBuffer`. Raises NotEnoughDataError before it was opened."""
+        if self._disk is None:
+            raise NotEnoughDataError(f"{self.path}: nothing was stored yet; store a step first")
+        return self._disk
+
+    def __len__(self) -> int:
+        """Steps of all environments that can be seen."""
+        return 0 if self._disk is None else self._disk.num_steps
+
+    def _count(self) -> None:
+        self.num_added = len(self) // self.num_envs  # steps of each environment, or as many as are left of them
+
+    def _forget(self) -> None:
+        """Know of no step that another may follow."""
+        self._following: Mapping[str, Array] = {}
+        self._waiting: Mapping[str, Array] = {}
+        self.over = np.ones(self.num_envs, np.bool_)
+
+    # Writing
+
+    def add(self, step: Mapping[str, Array], following: Mapping[str, Array]) -> None:
+        """Store one step of each environment; where it is not what followed the one before, an episode ended.
+
+        Args:
+            step: dotted name -> (num_envs, *field). Without `truncated` it is stored with the next one, which tells
+                which episodes went on.
+            following: final field -> (num_envs, *field) after the step.
+
+        Raises:
+            MemmapBufferError: as `ReplayBuffer.add` raises it.
+            OSError: likewise.
+        """
+        goes_on = equal_rows(self._following, step)
+        if self._waiting:
+            self._store_waiting(goes_on)
+        elif not (self.over | goes_on).all():  # some environment was reset, and nobody said so
+            self.disk.end_episodes()
+        if TRUNCATED in step:
+            self._store(step, following)
+            self.over = (step[TERMINATED] | step[TRUNCATED]).reshape(self.num_envs)
+        else:
+            self._waiting = step
+        self._following = following
+
+    def _store_waiting(self, goes_on: Array) -> None:
+        """Store the step that waits for the next one; a step that terminates is no truncated one."""
+        ended = np.asarray(self._waiting.get(TERMINATED, False), np.bool_)
+        cut = ~goes_on.reshape(self.num_envs, *self.disk.schema.fields[TRUNCATED].shape)
+        self._store({**self._waiting, TRUNCATED: cut & ~ended}, self._following)
+        self._waiting = {}
+
+    def _store(self, step: Mapping[str, Any], following: Mapping[str, Any]) -> None:
+        self.disk.add(**step, **{f"{NEXT}{name}": rows for name, rows in following.items()})
+        self.num_added += 1
+
+    def end_episodes(self) -> None:
+        """End the episodes that are open as cut short, so that their newest steps can be drawn."""
+        if self._waiting:
+            self._store_waiting(np.zeros(self.num_envs, np.bool_))
+        if self._disk is not None:
+            self._disk.end_episodes()
+        self._forget()
+
+    def clear(self) -> None:
+        """Forget every step."""
+        self._waiting = {}
+        self.end_episodes()
+        if self._disk is not None:
+            self._disk.clear()
+        self._count()
+
+    def save(self) -> None:
+        """Wait until every step is on the disk."""
+        self.end_episodes()
+        if self._disk is not None:
+            self._disk.flush()
+
+    def close(self) -> None:
+        """Wait until every step is on the disk, and let go of the folder."""
+        if self._disk is not None:
+            self.end_episodes()
+            self._disk.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.save()
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._count()
+
+    # Reading
+
+    def sample(self, batch_size: int, **options: Any) -> Any:
+        """A batch; where only the newest steps are there, their episodes end first, so that what follows is known.
+
+        Args:
+            batch_size: as for `ReplayBuffer.sample`.
+            options: likewise.
+
+        Raises:
+            NotEnoughDataError: there is nothing to draw.
+        """
+        try:
+            return self.disk.sample(batch_size, **options)
+        except NotEnoughDataError:
+            self.end_episodes()
+            return self.disk.sample(batch_size, **options)
