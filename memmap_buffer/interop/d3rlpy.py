@@ -15,14 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.api.concat import ConcatBuffer
-from memmap_buffer.errors import NotEnoughDataError, StaleEpisodeError
-from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import Array, flatten, to_numpy
+from memmap_buffer import ConcatBuffer, NotEnoughDataError, ReplayBuffer, Schema, StaleEpisodeError
+from memmap_buffer.adapters import AnyPath, Array, extra, flatten
+from memmap_buffer.interop.columns import to_numpy
 from memmap_buffer.interop.episodes import opened, require_kinds, with_excluded
-from memmap_buffer.paths import AnyPath
-from memmap_buffer.schema import Schema
 
 with extra("d3rlpy"):
     from d3rlpy import constants

@@ -20,13 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.extras import extra
+from memmap_buffer import Field, Prioritized, ReplayBuffer
+from memmap_buffer.adapters import AnyPath, Names, extra
 from memmap_buffer.interop.rows import Rows
-from memmap_buffer.names import Names
-from memmap_buffer.paths import AnyPath
-from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.schema import Field
 
 with extra("jax"):
     import jax

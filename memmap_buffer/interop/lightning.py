@@ -9,12 +9,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.api.concat import ConcatBuffer
-from memmap_buffer.errors import SchemaError
-from memmap_buffer.extras import extra
+from memmap_buffer import ConcatBuffer, ReplayBuffer, SchemaError
+from memmap_buffer.adapters import AnyPath, extra
 from memmap_buffer.interop.episodes import opened
-from memmap_buffer.paths import AnyPath
 
 with extra("lightning"):
     from lightning import LightningDataModule

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer import NotEnoughDataError, ReplayBuffer, SchemaError
 from memmap_buffer.interop.episodes import with_excluded
 
 

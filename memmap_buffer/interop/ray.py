@@ -22,23 +22,21 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.api.concat import ConcatBuffer
-from memmap_buffer.errors import (
+from memmap_buffer import (
     BufferFullError,
     BufferLockedError,
+    ConcatBuffer,
     CorruptBufferError,
+    Field,
     MemmapBufferError,
     NotABufferError,
+    ReplayBuffer,
+    Schema,
     SchemaError,
+    Trajectory,
 )
-from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import LENGTHS, VIEW_OPTIONS, as_episode, columns_of, flatten
-from memmap_buffer.interop.episodes import import_episodes
-from memmap_buffer.interop.target import Target
-from memmap_buffer.paths import AnyPath, is_url, path_of
-from memmap_buffer.schema import Field, Schema
-from memmap_buffer.views.windows import Trajectory
+from memmap_buffer.adapters import AnyPath, Target, extra, flatten, import_episodes, is_url, path_of
+from memmap_buffer.interop.columns import LENGTHS, VIEW_OPTIONS, as_episode, columns_of
 
 with extra("ray"):
     import ray

@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.environments import encode_space, names_of, resets_by_a_step, schema_of, spaces_of
-from memmap_buffer.errors import BufferFullError, SchemaError
-from memmap_buffer.extras import extra
-from memmap_buffer.interop.episodes import read_names, write_names
-from memmap_buffer.paths import AnyPath
-from memmap_buffer.schema import Field, Schema
+from memmap_buffer import BufferFullError, Field, ReplayBuffer, Schema, SchemaError
+from memmap_buffer.adapters import (
+    AnyPath,
+    Episode,
+    encode_space,
+    extra,
+    names_of,
+    read_names,
+    resets_by_a_step,
+    schema_of,
+    spaces_of,
+    write_names,
+)
 
 with extra("gymnasium"):
     import gymnasium
@@ -30,8 +36,6 @@ with extra("gymnasium"):
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from memmap_buffer.writing.episode import Episode
 
     AnyVectorWrapper = VectorWrapper[Any, Any, Any, Any, Any]
 else:

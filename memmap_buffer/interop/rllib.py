@@ -21,17 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.choices import IfExists
-from memmap_buffer.errors import SchemaError
-from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import InferredFields, equal_rows, flatten
-from memmap_buffer.interop.episodes import import_episodes
+from memmap_buffer import Field, ReplayBuffer, SchemaError
+from memmap_buffer.adapters import IfExists, Names, Target, equal_rows, extra, flatten, import_episodes, path_of
+from memmap_buffer.interop.columns import InferredFields
 from memmap_buffer.interop.safe_pickle import array_loads
-from memmap_buffer.interop.target import Target
-from memmap_buffer.names import Names
-from memmap_buffer.paths import path_of
-from memmap_buffer.schema import Field
 
 with extra("rllib"):
     import pyarrow as pa

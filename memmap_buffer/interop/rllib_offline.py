@@ -16,12 +16,11 @@ from zlib import crc32
 
 import numpy as np
 
-from memmap_buffer.errors import SchemaError
-from memmap_buffer.extras import extra
+from memmap_buffer import Schema, SchemaError
+from memmap_buffer.adapters import extra
 from memmap_buffer.interop.columns import put
 from memmap_buffer.interop.episodes import require_kinds
 from memmap_buffer.interop.rllib import ENDS, OURS
-from memmap_buffer.schema import Schema
 
 with extra("rllib"):
     import msgpack

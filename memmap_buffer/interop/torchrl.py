@@ -15,17 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.api.buffer import ReplayBuffer
-from memmap_buffer.api.concat import ConcatBuffer
-from memmap_buffer.choices import IfExists
-from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
-from memmap_buffer.extras import extra
-from memmap_buffer.interop.columns import LENGTHS, flatten, put, with_final
-from memmap_buffer.interop.episodes import episode_bounds, import_episodes
-from memmap_buffer.interop.target import Target
-from memmap_buffer.names import Names
-from memmap_buffer.paths import AnyPath, path_of
-from memmap_buffer.schema import Field, Schema
+from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, NotABufferError, ReplayBuffer, Schema, SchemaError
+from memmap_buffer.adapters import AnyPath, IfExists, Names, Target, extra, flatten, import_episodes, path_of
+from memmap_buffer.interop.columns import LENGTHS, put, with_final
+from memmap_buffer.interop.episodes import episode_bounds
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -267,7 +267,7 @@ class _Trajectories(TrainerMemory):
         arrays = flatten(self.names.ours(_as_dict(data)))
         fields, after = columns_of_steps(arrays)
         ids = self._ids(arrays)
-        disk = self._made(fields, after) if self._disk is None else self._disk
+        disk = self.disk if self.is_open else self._made(fields, after)
         count = len(next(iter(fields.values())))
         ends = np.zeros(count, np.bool_)
         for name in disk.schema.ends:

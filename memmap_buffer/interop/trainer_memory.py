@@ -68,9 +68,14 @@ class TrainerMemory:
             raise NotEnoughDataError(f"{self.path}: nothing was stored yet; store a step first")
         return self._disk
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` was called."""
+        return self._disk is not None
+
     def __len__(self) -> int:
         """Steps of all environments that can be seen."""
-        return 0 if self._disk is None else self._disk.num_steps
+        return self.disk.num_steps if self.is_open else 0
 
     def _count(self) -> None:
         self.num_added = len(self) // self.num_envs  # steps of each environment, or as many as are left of them
@@ -122,29 +127,29 @@ class TrainerMemory:
         """End the episodes that are open as cut short, so that their newest steps can be drawn."""
         if self._waiting:
             self._store_waiting(np.zeros(self.num_envs, np.bool_))
-        if self._disk is not None:
-            self._disk.end_episodes()
+        if self.is_open:
+            self.disk.end_episodes()
         self._forget()
 
     def clear(self) -> None:
         """Forget every step."""
         self._waiting = {}
         self.end_episodes()
-        if self._disk is not None:
-            self._disk.clear()
+        if self.is_open:
+            self.disk.clear()
         self._count()
 
     def save(self) -> None:
         """Wait until every step is on the disk."""
         self.end_episodes()
-        if self._disk is not None:
-            self._disk.flush()
+        if self.is_open:
+            self.disk.flush()
 
     def close(self) -> None:
         """Wait until every step is on the disk, and let go of the folder."""
-        if self._disk is not None:
+        if self.is_open:
             self.end_episodes()
-            self._disk.close()
+            self.disk.close()
 
     def __getstate__(self) -> dict[str, Any]:
         self.save()
