@@ -117,6 +117,7 @@ class TrainerMemory:
         ended = np.asarray(self._waiting.get(TERMINATED, False), np.bool_)
         cut = ~goes_on.reshape(self.num_envs, *self.disk.schema.fields[TRUNCATED].shape)
         self._store({**self._waiting, TRUNCATED: cut & ~ended}, self._following)
+        self.over = (cut | ended).reshape(self.num_envs)  # for the step behind the next one, if that is interrupted
         self._waiting = {}
 
     def _store(self, step: Mapping[str, Any], following: Mapping[str, Any]) -> None:

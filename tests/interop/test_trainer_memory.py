@@ -121,6 +121,26 @@ def test_it_goes_on_from_its_folder_and_is_pickled_as_its_name(tmp_path: Path) -
         opened(tmp_path, 2, capacity=41)
 
 
+class Interrupted(dict[str, Any]):
+    """A step at which Ctrl-C comes, as soon as the one before it is stored."""
+
+    def __contains__(self, name: object) -> bool:
+        raise KeyboardInterrupt("here")
+
+
+def test_no_transition_leads_across_a_step_that_was_interrupted(tmp_path: Path) -> None:
+    memory = opened(tmp_path)
+    for number in range(4):
+        step = {"x": np.array([number]), "terminated": np.array([False])}
+        if number == 2:
+            with pytest.raises(KeyboardInterrupt, match="here"):
+                memory.add(Interrupted(step), {"x": np.array([number + 1])})
+        else:
+            memory.add(step, {"x": np.array([number + 1])})
+    memory.end_episodes()
+    assert pairs(memory) == [(0, 1, False), (1, 2, False), (3, 4, False)]
+
+
 def test_what_waits_is_forgotten_by_clear_and_stored_by_close(tmp_path: Path) -> None:
     memory = opened(tmp_path)
     memory.add({"x": np.array([0]), "terminated": np.array([False])}, {"x": np.array([1])})
