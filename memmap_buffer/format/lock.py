@@ -13,13 +13,16 @@ import time
 import weakref
 from typing import Any
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, WriterLostError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.open_episodes import OpenEpisodes
+from memmap_buffer.format.records import STATE_WORD
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id, renew_after_fork
 
 LOOK_SECONDS = 0.05  # how often `glance` looks whether the folder is still at its path
+_TERM = STATE_WORD["term"]
 ATTEMPTS = 50  # to take a lock that this process seems to have
 
 
@@ -77,12 +80,13 @@ class WriterLock:
     def renew(self) -> None:
         """In a forked child: the next `glance` looks, and finds that it may not write."""
         self._looked = -math.inf
+        vars(self).pop("turn", None)
 
-    @property
+    @cached_property
     def turn(self) -> Any:
         """To be held, by `with`, while anything is written: whatever object of this process writes to the folder."""
-        if self._turn is None:
-            with _finding.lock:
+        with _finding.lock:
+            if self._turn is None:
                 self._turn = self._found_turn()
         return self._turn.lock
 
@@ -166,7 +170,7 @@ class WriterLock:
         """A `check` that may come many times a second: the path is looked at now and then."""
         now = time.monotonic()
         unsure = now - self._looked > LOOK_SECONDS or self._lock is None or self.lost
-        if unsure or storage.state("term") != self.term:
+        if unsure or storage.maps.state.item(_TERM) != self.term:
             self.check(storage)
             self._looked = now
 

@@ -63,7 +63,8 @@ class WriteHandles:
         self.fd: dict[str, int] = {}
         self._finalizer = weakref.finalize(self, close_all, self.fd)
         self._finalizer.atexit = False
-        self._state, self._records = (len(arrays[key].header) for key in ("/state", "/episodes"))
+        headers = (len(arrays[key].header) for key in ("/state", "/episodes", "/checksums"))
+        self._state, self._records, self._checksums = headers
         self._following = 0
         self.behind = False
         for key, array in arrays.items():
@@ -275,7 +276,7 @@ class WriteHandles:
 
     def write_checksums(self, slot: int, row: bytes) -> None:
         """Write a slot's row of checksums.npy."""
-        write_all(self.fd["/checksums"], row, self.layout.arrays["/checksums"].offset(slot))
+        write_all(self.fd["/checksums"], row, self._checksums + slot * len(row))
 
     def trust(self, first: int, stop: int) -> None:
         """Every serial below `stop` is on the disk, unless some before `first` are in doubt."""
@@ -376,7 +377,9 @@ class SlotWriter:
             self._sums, self._summed = sums, self.length
         return self._sums
 
-    def write(self, columns: Mapping[str, Array], base: int, stop: int, *, add: bool = True) -> None:
+    def write(
+        self, columns: Mapping[str, Array], base: int, stop: int, *, add: bool = True, final: bool = False
+    ) -> None:
         """Write the timesteps up to `stop` that are not written yet, beyond what is visible.
 
         Args:
@@ -384,34 +387,22 @@ class SlotWriter:
             base: see there.
             stop: how many timesteps are written then.
             add: add them to the sums now, while the processor has them; else when these are asked for.
+            final: of fields with `final` one row more: the observation after the last action.
         """
-        if not self._begun:
-            self._begin()
+        if not self._begun:  # the record that stands in the slot becomes void
+            self.files.write_generation(self.slot, self._generation)
+            self._begun = True
         start = self.length
-        if start < stop:
+        if start < stop or final:
             before = self.sums if add else None
-            sums = self.files.write_rows(columns, range(start - base, stop - base), self.slot, start, before)
-            self.length, self._final_sums = stop, None
-            if add:
+            rows = range(start - base, stop - base)
+            sums = self.files.write_rows(columns, rows, self.slot, start, before, final=final)
+            self.length, self._final_sums = stop, sums if final else None
+            if add and not final:
                 self._sums, self._summed = sums, stop
-
-    def write_whole(self, columns: Mapping[str, Array], length: int, has_final: bool) -> None:
-        """Write a whole episode; of fields with `final` that have one row more, this too."""
-        if not self._begun:
-            self._begin()
-        self._final_sums = self.files.write_rows(columns, range(length), self.slot, 0, self._sums, final=has_final)
-        self.length = length
-
-    def write_final(self, final: Mapping[str, Array]) -> None:
-        """Write the observation after the last action behind the last step, for every field with `final`."""
-        if final:
-            rows = {name: value[None] for name, value in final.items()}
-            self._final_sums = self.files.write_rows(rows, range(1), self.slot, self.length, self.sums)
 
     def write_meta(self, meta: Mapping[str, Array]) -> None:
         """Write the meta fields, each of its declared shape."""
-        if not self._begun:
-            self._begin()
         for name, value in meta.items():
             self.files.write_meta(name, self.slot, value)
         self.meta = dict(meta)
@@ -477,11 +468,6 @@ class SlotWriter:
         if self.length < before or (before and self.files.layout.coded):  # fewer timesteps may have had larger blobs
             self.files.give_back(self.slot, self.length, before)
 
-    def _begin(self) -> None:
-        """Make the record that stands in the slot void."""
-        self.files.write_generation(self.slot, self._generation)
-        self._begun = True
-
     def _checksums(self) -> bytes:
         """The slot's row of checksums.npy."""
         checksums = checksums_of(self._final_sums or self.sums)
@@ -501,17 +487,18 @@ def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
         OSError: what is not `published` now did not become visible; a failed barrier poisons the lock.
     """
     sealed = [slot_writer for slot_writer in slot_writers if not slot_writer.appends]
-    new = [slot_writer.serial for slot_writer in sealed if not slot_writer.published]
+    new: list[int] = []
     for slot_writer in sealed:
         slot_writer.seal()
     if files.power:
+        new = [slot_writer.serial for slot_writer in sealed if not slot_writer.published]
         files.sync(*((*files.layout.keys_of_episodes, "/checksums") if sealed else files.layout.keys_of_steps))
     try:
         show(files, [(slot_writer, slot_writer.length) for slot_writer in slot_writers])
     finally:
         for slot_writer in slot_writers:
             slot_writer.settle()
-    if files.power and new:
+    if new:
         files.trust(new[0], new[-1] + 1)
         if any(slot_writer.flags & OPEN for slot_writer in sealed):
             files.barriers("/state")  # it is by this that the steps are trusted that follow

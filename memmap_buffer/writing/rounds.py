@@ -185,7 +185,9 @@ class Round:
         else:
             for name, rows, whole, final in self._fields:
                 column = columns[name] if members is None else columns[name][members]
-                rows[following[final]] = column if whole is None else bytes_of(column, whole)
+                if whole is not None:
+                    column = np.ndarray(len(column), whole, np.ascontiguousarray(column))
+                rows[following[final]] = column
 
     def show(self) -> None:
         """Show what was written, by one store for all. Readers are still to be told."""
@@ -212,8 +214,3 @@ class Round:
     def show_others(self, slots: Any, words: Any) -> None:
         """Show other steps of some slots: of each the first, and above it the end."""
         self.maps.shown[slots] = words
-
-
-def bytes_of(column: Array, whole: np.dtype[Any]) -> Array:
-    """A column (B, *field) as (B,) items of bytes."""
-    return np.ndarray(len(column), whole, np.ascontiguousarray(column))

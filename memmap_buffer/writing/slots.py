@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.dtypes import all_of
 from memmap_buffer.errors import BufferFullError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.layout import Layout
@@ -44,7 +43,9 @@ class SlotAllocator:
         serial: (slots,) the episode of each visible slot.
         start: (slots,) the first of its steps that is shown.
         stop: (slots,) its steps before this one are shown.
-        retired: slots of episodes that left as there were more than `max_episodes`, for the writer to take from here.
+        retired: with a `capacity`, slots of episodes that left as there were more than `max_episodes`, for the writer
+            to take from here.
+        take: finds a slot to write to, neither visible nor busy, or None. It is not kept: an interruption leaks none.
         hides: whether there may be episodes that only `max_episodes` hides. With a `capacity` they must be retired for
             good, as newer ones may leave before older ones.
     """
@@ -75,7 +76,10 @@ class SlotAllocator:
         # Likewise entries `_begin` to `_end` are of the visible episodes, by ascending serials.
         self._order, self._begin, self._end = self._entry[table.visible], 0, len(table)
         self._count = len(table)
-        self._free = _Lowest(~table.shown) if layout.capacity is not None else _LongestFree(_retired_last(table))
+        self._free: _Lowest | _LongestFree = _LongestFree(_retired_last(table))
+        if layout.capacity is not None:
+            self._free = _Lowest(~table.shown)
+        self.take = self._free.find
 
     def __len__(self) -> int:
         return self._count
@@ -101,10 +105,6 @@ class SlotAllocator:
     def surplus(self) -> int:
         """How many visible timesteps are more than `capacity`."""
         return 0 if self._capacity is None else max(0, self.steps - self._capacity)
-
-    def take(self, busy: set[int]) -> int | None:
-        """A slot to write to, neither visible nor `busy`, or None. It is not kept: an interruption leaks none."""
-        return self._free.find(busy)
 
     def has_room(self, episodes: int, steps: int) -> bool:
         """Whether so many more fit."""
@@ -151,9 +151,9 @@ class SlotAllocator:
                 self._published(np.full(added, self._entry[slot]))
         while self._count > self._max_episodes:
             slot = self._oldest_slot
-            self.retired.append(slot)
             self.hide(slot)
             if self._capacity is not None:
+                self.retired.append(slot)
                 self.hides = True
                 self._tell_of_short_episodes(self._capacity)
 
@@ -188,9 +188,7 @@ class SlotAllocator:
             self.round += 1
             return
         entries = self._entry.take(slots)
-        there = entries != -1
-        if not all_of(there):
-            slots, entries = slots[there], entries[there]
+        slots, entries = slots[entries != -1], entries[entries != -1]
         self.stop[slots] += 1
         self._last[slots] = self.round
         self.steps += len(slots)
@@ -201,7 +199,7 @@ class SlotAllocator:
     def hide(self, slot: int) -> None:
         """The episode of a slot is not visible any more; its slot may be written again."""
         if self._entry.item(slot) != -1:
-            self._free.add([slot])
+            self._free.extend([slot])
             self._count -= 1
             self.steps -= self.stop.item(slot) - self.start.item(slot)
             self.start[slot], self._entry[slot] = self.stop[slot], -1
@@ -209,7 +207,7 @@ class SlotAllocator:
     def hide_all(self, slots: IntArray) -> None:
         """`hide` of many slots, each once."""
         slots = slots[self._entry.take(slots) != -1]
-        self._free.add(slots.tolist())
+        self._free.extend(slots.tolist())
         self._count -= len(slots)
         self.steps -= int(self.stop.take(slots).sum() - self.start.take(slots).sum())
         self.start[slots], self._entry[slots] = self.stop.take(slots), -1
@@ -254,8 +252,7 @@ class SlotAllocator:
             entries = self._entries[self._head : min(self._head + count, self._tail)]
             self._head += len(entries)
             slots = entries & _LOW
-            visible = self._entry.take(slots) == entries
-            slots = slots if all_of(visible) else slots[visible]
+            slots = slots[self._entry.take(slots) == entries]
             moved = np.concatenate([moved, slots]) if len(moved) else slots
             self.steps -= len(slots)
             count -= len(slots)
@@ -294,26 +291,18 @@ def _entry_of(slot: Any, serial: Any) -> Any:
     return slot | (serial & _LOW >> 1) << 32  # never negative
 
 
-class _LongestFree:
-    """Free slots, of which the one that was freed first is taken."""
+class _LongestFree(deque[int]):
+    """Free slots, of which the one that was freed first is taken.
 
-    def __init__(self, slots: IntArray) -> None:
-        self._slots: deque[int] = deque(slots.tolist())
+    One that is removed is near the front: only slots that are being written lie before it.
+    """
 
     def find(self, busy: Collection[int]) -> int | None:
         """The first that is not busy; it stays."""
-        for slot in self._slots:
+        for slot in self:
             if slot not in busy:
                 return slot
         return None
-
-    def remove(self, slot: int) -> None:
-        """Take one, which is near the front: only slots that are being written lie before it."""
-        self._slots.remove(slot)
-
-    def add(self, slots: list[int]) -> None:
-        """Some became free, in this order."""
-        self._slots.extend(slots)
 
 
 class _Lowest:
@@ -345,20 +334,18 @@ class _Lowest:
         """Take one."""
         self._free[slot] = False
 
-    def add(self, slots: list[int]) -> None:
+    def extend(self, slots: list[int]) -> None:
         """Some became free."""
         self._free[slots] = True
         self._lowest = min([self._lowest, *slots])
 
 
-def _retired_last(table: EpisodeTable) -> IntArray:
+def _retired_last(table: EpisodeTable) -> list[int]:
     """The slots that show no episode: those without one first, from slot 0, then the longest retired.
 
     While that is being overwritten, no older one stands anywhere that would be shown again for the want of it.
     """
     empty = np.flatnonzero(~table.shown)
     retired = table.valid.take(empty)
-    if not retired.any():
-        return empty
     last = empty[retired]
-    return np.concatenate([empty[~retired], last[np.argsort(table.serial.take(last), kind="stable")]])
+    return [*empty[~retired].tolist(), *last[np.argsort(table.serial.take(last), kind="stable")].tolist()]

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import numpy as np
 
 from memmap_buffer.choices import Checksum, Durability, Publish, Stage, check_choice
-from memmap_buffer.dtypes import Array, all_of, check_count
+from memmap_buffer.dtypes import Array, check_count
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, ReadOnlyError, SchemaError, StaleEpisodeError
 from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.episode_table import IntArray
@@ -149,7 +149,9 @@ class Writer:
                 files.catch_up()
         if not self._settled:
             self._settle(files)
-        self._end_what_was_left(files)
+        abandoned = self.lock.episodes.abandoned()
+        if abandoned or self._dropped:
+            self._end_what_was_left(files, abandoned)
         return files
 
     def _take_over(self) -> WriteHandles:
@@ -213,9 +215,9 @@ class Writer:
         ]
         self._settled = True
 
-    def _end_what_was_left(self, files: WriteHandles) -> None:
+    def _end_what_was_left(self, files: WriteHandles, abandoned: list[Episode]) -> None:
         """End episodes whose block was left in the middle of its end, or that nobody holds any more."""
-        for episode in self.lock.episodes.abandoned():
+        for episode in abandoned:
             self._end(files, ref(episode))
             self._drop(episode)
         while self._dropped:
@@ -360,9 +362,10 @@ class Writer:
                 flags |= INNER_END
             ended = ended or name * bool(ends.item(length - 1))
         slot_writer = SlotWriter(files, self._free_slot())
-        slot_writer.write_whole(columns, length, has_final)
+        slot_writer.write(columns, 0, length, final=has_final)
         self._prepare(slot_writer, {**self.no_meta, **meta}, flags | TERMINATED * (ended == self.schema.terminated))
-        self._publish_prepared(files)
+        if len(self._pending) >= self.how.sync_every:
+            self._commit_pending(files)
         slot_writer.state = "published"
         return slot_writer
 
@@ -376,18 +379,21 @@ class Writer:
 
     def _publish(self, episode: Episode, cut: bool, files: WriteHandles) -> None:
         episode.require_open()
-        flags = FINAL * bool(episode.finals) | CUT * cut | TERMINATED * self._terminated(episode)
+        flags = FINAL * bool(episode.finals) | CUT * cut | TERMINATED * (episode.ended == self.schema.terminated)
         slot_writer = self._write(episode, files)
         if slot_writer.published and self._meta_changed(slot_writer, episode):
             slot_writer.round = self._slots.last_round(slot_writer.slot)
             self.lock.check(self.storage)  # it is a change of what is visible
             self._rewrite(redo.plan_end(files, slot_writer, flags, episode.finals, episode.meta), files)
         else:
-            slot_writer.write_final(episode.finals)
+            if episode.finals:
+                rows = {name: value[None] for name, value in episode.finals.items()}
+                slot_writer.write(rows, episode.length, episode.length, final=True)
             at_once, slot_writer.appends = slot_writer.published, False
             self._prepare(slot_writer, episode.meta, flags)
             episode.serial = slot_writer.serial
-            self._publish_prepared(files, at_once=at_once)
+            if at_once or len(self._pending) >= self.how.sync_every:
+                self._commit_pending(files)
         if slot_writer.published and self.storage.layout.capacity is not None:
             self._give_up_if_empty(files, slot_writer.slot)
             self._give_back(files)
@@ -396,14 +402,6 @@ class Writer:
         if cut and not episode.finals:
             self._last_cut[episode] = slot_writer
         self._slot_writers.pop(ref(episode))
-
-    def _publish_prepared(self, files: WriteHandles, *, at_once: bool = False) -> None:
-        """Publish what was prepared: at once, or as soon as there is enough for the same barriers."""
-        if at_once or len(self._pending) >= self.how.sync_every:
-            self._commit_pending(files)
-
-    def _terminated(self, episode: Episode) -> bool:
-        return bool(episode.ended) and episode.ended == self.schema.terminated
 
     def _rewrite(self, rewrite: redo.Rewrite, files: WriteHandles) -> None:
         if self.storage.state("base") < self._slots.oldest:  # what was retired is not seen in its place meanwhile
@@ -505,7 +503,8 @@ class Writer:
             trusted = not files.power or self.storage.state("synced") > slot_writer.serial
             slot_writer.appends = slot_writer.published and trusted and not episode.ended
             slot_writer.write(columns, base, stop, add=not slot_writer.appends)
-            self._prepare(slot_writer, episode.meta, OPEN | TERMINATED * self._terminated(episode), together=together)
+            flags = OPEN | TERMINATED * (episode.ended == self.schema.terminated)
+            self._prepare(slot_writer, episode.meta, flags, together=together)
             episode.serial = slot_writer.serial
 
     def follow(self, episode: Episode) -> None:
@@ -637,9 +636,11 @@ class Writer:
             slot_writer.write_meta(meta)
             slot_writer.serial = self._slots.next + new
         if not slot_writer.appends:
-            slot_writer.flags, slot_writer.round = flags, self._slots.last_round(slot_writer.slot)
+            slot_writer.flags = flags
             if added:
                 slot_writer.round = self._slots.round + before + added - 1
+            else:
+                slot_writer.round = self._slots.last_round(slot_writer.slot)
             if flags & OPEN:  # its last step is still to come
                 slot_writer.round -= slot_writer.length - 1
         self._pending.append(slot_writer)
@@ -666,19 +667,19 @@ class Writer:
 
     def _tell(self, files: WriteHandles, slots: list[int]) -> None:
         """Let the steps beyond `capacity` leave, then tell the readers which slots changed."""
-        if self._slots.hides:
-            self._retire(files)
-            self._slots.hides = False
-        retired, self._slots.retired = self._slots.retired, []
-        if retired and self.storage.layout.capacity is not None:
-            slots = [*slots, *retired]
+        if self.storage.layout.capacity is not None:
+            if self._slots.hides:
+                self._retire(files)
+                self._slots.hides = False
+            retired, self._slots.retired = self._slots.retired, []
             for slot in retired:
                 stop = self._slots.stop.item(slot)
                 files.write_shown(slot, stop, stop)
                 self._give_up(files, slot)
-        surplus = self._slots.surplus
-        if surplus:
-            slots = [*slots, *self._forget(files, surplus).tolist()]
+            slots = [*slots, *retired]
+            surplus = self._slots.surplus
+            if surplus:
+                slots += self._forget(files, surplus).tolist()
         files.announce(self._slots.next, slots)
         if self._given_up:
             self._give_back(files)
@@ -698,8 +699,7 @@ class Writer:
                     files.write_shown(slot, first, end)
             else:
                 joint.show_others(moved, (start | stop << 32).view(np.uint64))
-            some = start != stop
-            empty = [] if all_of(some) else moved[~some].tolist()
+            empty = moved[start == stop].tolist()
         if files.power:
             files.barriers("/episodes")
         if empty:

@@ -101,7 +101,7 @@ def require(buffer: ReplayBuffer, work: Callable[[], Any], calls: int, writes: i
 
 def test_a_whole_episode(make: Callable[..., ReplayBuffer]) -> None:
     buffer, given = filled(make()), episode()
-    require(buffer, lambda: buffer.store_episode(**given), calls=90, writes=8)
+    require(buffer, lambda: buffer.store_episode(**given), calls=78, writes=8)
 
 
 def test_an_episode_of_one_step(make: Callable[..., ReplayBuffer]) -> None:
@@ -111,10 +111,10 @@ def test_an_episode_of_one_step(make: Callable[..., ReplayBuffer]) -> None:
         with buffer.one_episode():
             buffer.store(**given)
 
-    require(buffer, record, calls=126, writes=8)
+    require(buffer, record, calls=108, writes=8)
 
 
-@pytest.mark.parametrize(("num_envs", "calls"), [(None, 22), (1, 22), (8, 28)])
+@pytest.mark.parametrize(("num_envs", "calls"), [(None, 20), (1, 20), (8, 21)])
 def test_a_step_of_environments_that_is_shown_at_once(
     make: Callable[..., ReplayBuffer], num_envs: int | None, calls: int
 ) -> None:
@@ -138,7 +138,7 @@ def test_a_step_and_a_batch_of_transitions(make: Callable[..., ReplayBuffer]) ->
         buffer.add(**given)
         buffer.sample(256, n_steps=1, gamma=0.99)
 
-    require(buffer, learn, calls=65)
+    require(buffer, learn, calls=62)
 
 
 @pytest.mark.parametrize(
