@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from inside import expect_no_slow_disk
 from ways import Way, way_of
 
 from memmap_buffer import Field, ReplayBuffer, Window
@@ -76,7 +77,7 @@ def filled(buffer: ReplayBuffer) -> ReplayBuffer:
 
 def ring(buffer: ReplayBuffer, given: dict[str, Any]) -> ReplayBuffer:
     """A ring of steps that is full."""
-    while buffer.num_steps < (buffer._storage.layout.capacity or 0):
+    while buffer.num_steps < (buffer.capacity or 0):
         buffer.add(**given)
     return buffer
 
@@ -85,8 +86,7 @@ def require(buffer: ReplayBuffer, work: Callable[[], Any], calls: int, writes: i
     """Do it many times; the bounds are for the mean, as now and then there is more to do. No look is taken."""
     for _ in range(4):
         work()
-    for sampler in buffer._samplers.values():
-        sampler.reader._disk.watches = False  # as once it is known that none is slow
+    expect_no_slow_disk(buffer)
     ways = [way_of(work) for _ in range(TIMES)]
     mean = {
         "calls": np.mean([len(way.functions) for way in ways]),

@@ -234,7 +234,9 @@ def test_whoever_opens_the_folder_leaves_out_resets_as_who_created_it(tmp_path, 
         assert again.num_steps == sum(map(len, first + plain))
         check(again, first + plain, 1000, open_ones=False)
         again.add_field("more", ("int", (), 0))  # opens its files anew
-        assert again._skips_resets is (mode is AutoresetMode.NEXT_STEP)
+        *_, last = play(envs, again, 30)
+        again.end_episodes()
+        assert again.num_steps == sum(map(len, first + plain + last))
 
 
 def test_an_environment_of_another_mode_goes_by_its_own_and_the_folder_keeps_the_first(tmp_path):
@@ -253,14 +255,18 @@ def test_an_environment_of_another_mode_goes_by_its_own_and_the_folder_keeps_the
 def test_copies_keep_whether_resets_are_left_out_and_older_folders_say_nothing(tmp_path):
     envs = walks(2)
     with ReplayBuffer.for_env(envs, tmp_path / "a", capacity=1000, max_timesteps=9) as buffer:
-        *_, _ = play(envs, buffer, 20)
+        *_, first = play(envs, buffer, 20)
         buffer.end_episodes()
         buffer.snapshot(tmp_path / "snapshot")
         pack(tmp_path / "a", tmp_path / "packed")
-        unpack(tmp_path / "packed", tmp_path / "unpacked")
+        unpack(tmp_path / "packed", tmp_path / "unpacked", max_episodes=100)
     for name in ("a", "snapshot", "packed", "unpacked"):
         assert json.loads((tmp_path / name / "schema.json").read_text())["skips_resets"] is True
-        assert ReplayBuffer.from_folder(tmp_path / name)._skips_resets
+    for name in ("a", "snapshot", "unpacked"):
+        with ReplayBuffer.from_folder(tmp_path / name) as copied:
+            *_, plain = play(envs, copied, 20)
+            copied.end_episodes()
+            assert copied.num_steps == sum(map(len, first + plain))
     with ReplayBuffer.for_env(walks(2, AutoresetMode.SAME_STEP), tmp_path / "b", capacity=9, max_timesteps=9):
         assert "skips_resets" not in json.loads((tmp_path / "b" / "schema.json").read_text())
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same, flat
+from inside import samplers_of
 
 from memmap_buffer import ConcatBuffer, NotEnoughDataError, Offsets, ReplayBuffer, SchemaError, StaleEpisodeError
 
@@ -285,7 +286,7 @@ def test_many_different_options_do_not_pile_up(recorded):
     buffer = recorded()
     for n in range(1, 100):
         buffer.sample(2, n_steps=n)
-    assert len(buffer._samplers) <= 32
+    assert len(samplers_of(buffer)) <= 32
 
 
 @pytest.mark.parametrize("position", [slice(0, 2), "0", 1.5, [0, 1], None])

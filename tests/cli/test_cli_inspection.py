@@ -106,6 +106,15 @@ def test_info_of_returns_that_are_no_numbers_is_json_all_the_same(
     assert "return" in text_of(capsys, "info", tmp_path / "odd")
 
 
+def histogram_of(folder: Path, values: Any, capsys: pytest.CaptureFixture[str]) -> tuple[Any, Any]:
+    """The counts and edges of `info --json`, of the returns of episodes of one timestep each."""
+    with ReplayBuffer(folder, len(values), 1, {"reward": values.dtype}) as buffer:
+        for value in values:
+            buffer.store_episode(reward=[value])
+    histogram = json_of(capsys, "info", folder)["return"]["histogram"]
+    return np.array(histogram["counts"]), np.array(histogram["edges"])
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -121,8 +130,10 @@ def test_info_of_returns_that_are_no_numbers_is_json_all_the_same(
     ],
     ids=lambda values: f"{values.dtype}-{len(values)}-{values.flat[0]:.3g}",
 )
-def test_a_histogram_counts_every_finite_value_once_between_its_edges(values: Any) -> None:
-    counts, edges = inspection._counts(values)
+def test_a_histogram_counts_every_finite_value_once_between_its_edges(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: Any
+) -> None:
+    counts, edges = histogram_of(tmp_path / "buffer", values, capsys)
     finite = values[np.isfinite(values)].astype(float)
     assert len(counts) == len(edges) - 1 <= inspection.BINS
     assert counts.sum() == len(finite)
@@ -130,11 +141,13 @@ def test_a_histogram_counts_every_finite_value_once_between_its_edges(values: An
         assert edges[0] == finite.min()
         assert edges[-1] >= finite.max() * (1 - 1e-12)
         np.testing.assert_allclose(np.diff(edges), edges[1] - edges[0])
-    assert inspection._histogram("x", values).startswith("x ")
+    assert text_of(capsys, "info", tmp_path / "buffer").splitlines()[-1].startswith("return ")
 
 
-def test_whole_numbers_share_the_bars_of_a_histogram_equally() -> None:
-    counts, edges = inspection._counts(np.arange(5, 40))
+def test_whole_numbers_share_the_bars_of_a_histogram_equally(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts, edges = histogram_of(tmp_path / "buffer", np.arange(5, 40), capsys)
     assert (counts.tolist(), edges[:3].tolist()) == ([2] * 17 + [1], [5, 7, 9])
 
 

@@ -50,18 +50,24 @@ def test_plot_writes_a_picture_with_something_drawn_on_it(case: Case, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["buffer", "plot.png"]
 
 
-def drawn_by(panels: tuple[str, list[Any]]) -> list[Any]:
-    """The axes that the panels of a plot have drawn on."""
-    axes = [Figure().subplots() for _ in panels[1]]
-    for panel, one in zip(panels[1], axes, strict=True):
-        panel(one)
-    return axes
+def plotted(folder: Path, *options: str) -> tuple[str, list[Any]]:
+    """The title and the axes of the picture that `plot` saves."""
+    saved: list[Figure] = []
+
+    def keep(figure: Figure, place: Path, **_: Any) -> None:
+        saved.append(figure)
+        place.touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", keep)
+        assert main("plot", folder, "--out", folder.parent / "plot.png", "--yes", *options) == 0
+    (figure,) = saved
+    return figure.get_suptitle(), figure.axes
 
 
 def test_plot_draws_the_values_that_the_library_gives(case: Case) -> None:
-    with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
-        lengths, _, returns = drawn_by(pictures._panels_of_all(buffer, "reward"))
-        (one,) = drawn_by(pictures._panels_of_one(buffer, "4", ["reward"]))
+    lengths, _, returns = plotted(case.folder)[1]
+    (one,) = plotted(case.folder, "--episode", "4", "--field", "reward")[1]
     bars = {bar.get_x() + bar.get_width() / 2: bar.get_height() for bar in lengths.patches if bar.get_height()}
     assert bars == Counter(case.lengths.values())
     points, mean = returns.lines
@@ -72,11 +78,9 @@ def test_plot_draws_the_values_that_the_library_gives(case: Case) -> None:
 
 
 def test_axes_say_what_is_drawn_and_in_which_unit(case: Case) -> None:
-    with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
-        lengths, over_time, returns = drawn_by(pictures._panels_of_all(buffer, "reward"))
-        title, panels = pictures._panels_of_one(buffer, "4", ["action", "reward"])
-        action, reward = drawn_by((title, panels))
-    assert title == "episode 4"
+    lengths, over_time, returns = plotted(case.folder)[1]
+    title, (action, reward) = plotted(case.folder, "--episode", "4", "--field", "action", "--field", "reward")
+    assert title == "buffer: episode 4"
     assert (lengths.get_xlabel(), lengths.get_ylabel()) == ("length (timesteps)", "episodes")
     assert (over_time.get_xlabel(), over_time.get_ylabel()) == ("episode (number)", "length (timesteps)")
     assert returns.get_ylabel() == "return (sum of reward)"

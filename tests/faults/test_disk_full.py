@@ -284,7 +284,8 @@ def test_a_limit_on_file_sizes_raises_efbig_and_no_signal(tmp_path, mode):
         for serial in range(3):
             buffer.store_episode(**content(serial))
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        start = buffer._storage.layout.row_offset("image", 3 * RING["max_timesteps"])
+        rows = np.load(folder / "data" / "image.npy", mmap_mode="r")
+        start = rows.offset + 3 * rows.strides[0]
         resource.setrlimit(resource.RLIMIT_FSIZE, (start + 100, hard))
         episode = staged(buffer, 3)
         with pytest.raises(OSError, match="File too large") as caught:

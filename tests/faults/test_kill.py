@@ -369,8 +369,8 @@ def raise_at_every_line(folder: Path, **options: Any) -> dict[str, Any]:
     syscalls.system = NoBarriers()
     buffer, wrong, lines = make(folder, **options), [], Lines(0)
     while lines.where or lines.at == 0:
-        for _ in range(options.get("sync_every", 1) - 1):
-            staged(buffer, following(buffer) + len(buffer._writer._pending)).publish()
+        for number in range(options.get("sync_every", 1) - 1):
+            staged(buffer, following(buffer) + number).publish()
         serial = following(buffer) + options.get("sync_every", 1) - 1
         episode, lines = staged(buffer, serial), Lines(lines.at + 1)
         try:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from damage import another_buffer
 from fault_injection import listing
+from inside import storage_of
 from kill_writer import Writers, content, exact, make, staged, told_by, try_to_write
 from mounts import MS_BIND, MS_RDONLY, MS_REMOUNT, in_namespace, mount
 
@@ -311,7 +312,7 @@ def test_a_mapped_view_outlives_its_buffer(folder):
 
     def keep(_: Callable[[Any], None]) -> None:
         buffer = ReplayBuffer.from_folder(folder)
-        view = buffer._storage.maps.rows["image"]
+        view = storage_of(buffer).maps.rows["image"]
         first = view[: len(content(0)["t"])].copy()
         buffer.close()
         assert exact(buffer) == [0, 1, 2]  # closing ends writing, not reading

@@ -10,6 +10,7 @@ from typing import Any
 import fault_injection
 import numpy as np
 import pytest
+from inside import take_lock
 from races import CODED, FIELDS, LONGEST, RING, VIEWS, Beside, Truth, after, create, race, read, turn, wrong
 
 from memmap_buffer import ReplayBuffer, StaleEpisodeError, verify
@@ -202,7 +203,7 @@ def test_a_slot_whose_writer_died_is_skipped_by_readers_and_used_by_the_next_wri
     def die(tell):
         with ReplayBuffer.from_folder(ring) as buffer:
             buffer.flush()
-            buffer._writer.begin()
+            take_lock(buffer)
             with fault_injection.system(kill=True, at=3, only=("pwrite",)):
                 buffer.store_episode(**ONE.episode(RING))
 

@@ -14,6 +14,7 @@ from damage import count_of
 from fault_injection import KILLED, in_child, shown, system
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inside import open_episodes, without_fallocate
 from profiles import examples
 from strategies import Plan, assert_view, recorded, recordings
 
@@ -120,7 +121,7 @@ def test_where_the_system_cannot_nothing_happens(tmp_path: Path, monkeypatch: py
     path.write_bytes(b"x" * 2 * BLOCK)
     with path.open("rb") as file:  # EBADF: it is open to read only
         punch(file.fileno(), 0, 2 * BLOCK)
-    monkeypatch.setattr(syscalls, "_fallocate", None)
+    without_fallocate(monkeypatch)
     with path.open("r+b") as file:
         with pytest.raises(OSError, match="no fallocate"):
             syscalls.System().punch(file.fileno(), 0, BLOCK)
@@ -238,7 +239,7 @@ def test_what_is_shown_is_what_was_stored(recording: Any, reopen: bool) -> None:
         steps = reference.items(lambda episode: reference.transitions(episode, 3, names))
         assert_view(buffer, steps, n_steps=3, current_fields=names, next_fields=names)
         assert not [finding for finding in verify(buffer.folder) if finding.lost]
-        if reopen and not any(one.state == "open" for one in buffer._writer.lock.episodes):
+        if reopen and not open_episodes(buffer):
             buffer.close()
             assert verify(buffer.folder) == []
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import fork, shown, without_barriers
+from inside import storage_of, turn_of
 from interruptions import PACKAGE
 
 from memmap_buffer import (
@@ -319,7 +320,7 @@ def test_a_field_that_is_added_beside_a_thread_that_reads_is_known_at_once(tmp_p
 
     def added(*given: Any, **how: Any) -> None:
         add(*given, **how)
-        buffer._storage.require_schema()  # as a draw of another thread does
+        storage_of(buffer).require_schema()  # as a draw of another thread does
 
     monkeypatch.setattr(schema_changes, "add", added)
     buffer.add_field("more", ("int", (), 1))
@@ -343,7 +344,8 @@ def test_the_first_draws_by_priority_of_several_threads_share_one_tree(tmp_path)
             record(buffer, 0, 5)
             draw = partial(buffer.sample, 4, prioritized=Prioritized(), **STEP)
             assert together(*[draw] * 4) == []
-            assert len(buffer._priorities) == 1
+            buffer.update_priorities([[4, 2]], [1e15])  # so that nothing else is drawn any more
+            assert draw()["_indices"].tolist() == [[4, 2]] * 4
             other = ReplayBuffer.from_folder(tmp_path / f"{i}")
             assert together(*[partial(other.sample, 4, prioritized=Prioritized(), **STEP)] * 3) == []
             other.close()
@@ -423,7 +425,7 @@ def test_a_child_that_is_forked_in_another_threads_turn_is_told_that_it_may_not_
     buffer, taken, end = make(tmp_path), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with buffer._writer.lock.turn:
+        with turn_of(buffer):
             taken.set()
             end.wait()
 

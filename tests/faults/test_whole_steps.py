@@ -49,9 +49,8 @@ class Program:
         self, folder: Path, mode: str, *, skips_resets: bool, following: bool, errors: bool = False, **options: Any
     ) -> None:
         self.folder, self.how = folder, MODES[mode]
-        options = {"circular": True, "spare_slots": SIZE, **self.how, **options}
+        options = {"circular": True, "spare_slots": SIZE, "skips_resets": skips_resets, **self.how, **options}
         self.buffer = ReplayBuffer(folder, 400, LIMIT, FIELDS, **options)
-        self.buffer._skips_resets = skips_resets  # as `for_env` sets it
         self.environments = Environments(SIZE, skips_resets=skips_resets)
         self.following, self.errors = following, errors
         self.given: list[set[tuple[int, ...]]] = []

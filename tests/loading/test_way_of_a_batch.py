@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from inside import expect_no_slow_disk
 from ways import way_of
 
 from memmap_buffer import Field, ReplayBuffer
@@ -47,7 +48,6 @@ def test_after_one_appended_step_a_batch_looks_at_one_episode_anew(buffer, name,
     with buffer.one_episode() as episode:
         for _ in range(4):
             episode.store(observation=np.zeros(17), action=np.zeros(6), reward=0.0, terminated=False)
-            for sampler in buffer._samplers.values():
-                sampler.reader._disk.watches = False  # what is traced takes as long as what waits for a disk
+            expect_no_slow_disk(buffer)
             way = way_of(lambda: buffer.sample(256, **OPTIONS[name]))
         require_short(way, f"{name} after a step", most_calls, most_moves)

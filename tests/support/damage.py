@@ -24,6 +24,7 @@ from textwrap import dedent
 
 import numpy as np
 from fault_injection import in_child, shown, system
+from inside import take_lock
 
 from memmap_buffer import Field, ReplayBuffer, pack, verify
 
@@ -118,7 +119,7 @@ def killed(folder: Path, at: int, work: str) -> int:
 
     def run(tell: object) -> None:
         buffer = ReplayBuffer.from_folder(folder)
-        buffer._writer.begin()
+        take_lock(buffer)
         with system(at, kill=True):
             if work == "update":
                 buffer.update(1, number=np.arange(LENGTHS[3]) * 7)

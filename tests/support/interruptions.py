@@ -14,6 +14,7 @@ from types import CodeType
 from typing import Any
 
 from fault_injection import shown
+from inside import turn_of
 
 import memmap_buffer
 from memmap_buffer import ReplayBuffer, verify
@@ -147,7 +148,7 @@ def content(buffer: ReplayBuffer | Path) -> list[dict[str, Any]]:
 
 def require_whole(folder: Path, buffer: ReplayBuffer, reader: ReplayBuffer) -> list[dict[str, Any]]:
     """What is shown; the same to the writer, to a reader that was there before, and to one that comes now."""
-    assert free_for_other_threads(buffer._writer.lock.turn), "the turn"
+    assert free_for_other_threads(turn_of(buffer)), "the turn"
     found = content(buffer)
     assert content(reader) == content(folder) == found
     assert [finding for finding in verify(folder) if finding.lost] == []

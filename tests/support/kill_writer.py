@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from fault_injection import in_child
+from inside import shows_steps
 
 from memmap_buffer import BufferLockedError, Field, ReplayBuffer
 from memmap_buffer.writing import episode as staging
@@ -153,7 +154,7 @@ def whole(buffer: ReplayBuffer, tell: Tell) -> None:
 
 def stepwise(buffer: ReplayBuffer, tell: Tell) -> None:
     """Store step by step; with publish="step" each step is a promise of its own."""
-    each_step = buffer._writer.how.publish == "step"
+    each_step = shows_steps(buffer)
     staging.CHUNK_BYTES = 3 * 4300  # with stage="disk" three steps a chunk, so that there are several
     while True:
         serial = following(buffer)

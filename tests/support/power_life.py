@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from inside import next_serial, take_lock
 from power import Recorder
 from races import FIELDS, META_FIELDS
 
@@ -163,11 +164,11 @@ class Life:
             recorder.mark(self.taken)
             self.buffer = ReplayBuffer.from_folder(folder, **protocol.options)
             is_full = protocol.capacity is not None and self.buffer.num_steps > protocol.capacity
-            self.buffer._writer.begin()
+            take_lock(self.buffer)
             if is_full:  # a deletion did not reach the disk, so the oldest left in the place of what is there again
                 for serial in self.taken.safe.keys() - set(self.buffer.serials.tolist()):
                     del self.taken.safe[serial]
-            self.next = self.buffer._writer._slots.next
+            self.next = next_serial(self.buffer)
             # a number that is given again must not show what it was before
             self.ever |= {serial: set(known) for serial, known in earlier[1].ever.items() if serial < self.next}
 
