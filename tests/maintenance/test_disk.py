@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fault_injection import listing
+from inside import disk_sample_of, sampled_rows
 
 from memmap_buffer import Field, ReplayBuffer, pack
 from memmap_buffer.format.folder import in_memory
@@ -85,11 +86,11 @@ def test_only_the_sample_is_dropped_and_all_of_it_is_read_back(folder: Path, mon
     read(folder)
     monkeypatch.setattr(disk, "SAMPLE", 20)
     storage = Storage.open(folder, read_only=True)
-    sample = disk._Sample(storage)
+    sample = disk_sample_of(storage)
     assert (sample.size, len(sample.missing())) == (20, 0)
     sample.forget()
     assert len(sample.missing()) == 20
-    rows = sample._places["image"].begin
+    rows = sampled_rows(sample, "image")
     far = [row for row in range(500) if np.abs(rows - row).min() > 1]  # the others share pages with them
     assert all(in_memory(storage.maps.rows["image"], zip(far, [row + 1 for row in far], strict=True)))
     sample.read(np.arange(20))
@@ -98,9 +99,9 @@ def test_only_the_sample_is_dropped_and_all_of_it_is_read_back(folder: Path, mon
 
 def test_the_sample_is_of_visible_timesteps(folder: Path) -> None:
     storage = Storage.open(folder, read_only=True)
-    sample = disk._Sample(storage)
+    sample = disk_sample_of(storage)
     assert sample.size == sum(LENGTHS)
-    steps = storage.maps.rows["x"][sample._places["x"].begin]
+    steps = storage.maps.rows["x"][sampled_rows(sample, "x")]
     assert sorted(steps.tolist()) == sorted(t for length in LENGTHS for t in range(length))
 
 
@@ -114,7 +115,7 @@ def test_of_a_compressed_field_the_blobs_are_dropped_and_read(tmp_path: Path, mo
     drop(tmp_path / "buffer")
     read(tmp_path / "buffer")
     monkeypatch.setattr(disk, "SAMPLE", 10)
-    sample = disk._Sample(Storage.open(tmp_path / "buffer", read_only=True))
+    sample = disk_sample_of(Storage.open(tmp_path / "buffer", read_only=True))
     assert (sample.size, len(sample.missing())) == (10, 0)
     assert PAGE < sample.timestep_bytes < PAGE + 100
     sample.forget()

@@ -7,8 +7,8 @@ import shutil
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 from damage import another_buffer, flip, header_size, rewrite_record, rewrite_state, rows_of
 from fault_injection import flags_of, listing, shown
 from hypothesis import given
+from inside import after_each_packed_episode
 from profiles import examples
 from strategies import MEMORY, assert_view, choices, flat, items_of, joined, recorded, recordings
 
@@ -334,20 +335,6 @@ def same_batches(grid: ReplayBuffer, packed: ReplayBuffer) -> None:
 # Beside a writer
 
 
-@contextmanager
-def after_each_episode(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any]) -> Iterator[None]:
-    """`work(n)` after the rows of the n-th episode were copied, as if a writer did it meanwhile."""
-    real, counted = module._copy_arrays, iter(range(10**6))
-
-    def slow(*arguments: Any) -> Any:
-        checksums = real(*arguments)
-        work(next(counted))
-        return checksums
-
-    monkeypatch.setattr(module, "_copy_arrays", slow)
-    yield
-
-
 def assert_exact(target: Path, newest: int) -> list[int]:
     """The serials of a copy: exact, without a gap, up to the newest that was there when the call began."""
     serials = damage.serials_of_exact(target)
@@ -366,7 +353,7 @@ def test_a_ring_that_is_not_faster_overwrites_nothing_that_is_still_to_be_copied
             if n % every == 0:
                 damage.record(buffer, int(buffer.serials[-1]) + 1, 1 + n % 4)
 
-        with after_each_episode(monkeypatch, publish):
+        with after_each_packed_episode(monkeypatch, publish):
             assert pack(folder, tmp_path / "packed") == []
     assert assert_exact(tmp_path / "packed", 5) == [2, 3, 4, 5]
 
@@ -379,7 +366,7 @@ def publish_a_burst(folder: Path, target: Path, monkeypatch: pytest.MonkeyPatch,
             for _ in range(burst if n == 0 else 0):
                 damage.record(buffer, int(buffer.serials[-1]) + 1, 2)
 
-        with after_each_episode(monkeypatch, publish):
+        with after_each_packed_episode(monkeypatch, publish):
             return pack(folder, target)
 
 
@@ -413,7 +400,7 @@ def test_an_episode_that_is_updated_meanwhile_is_copied_as_it_is_then(
             if n < times:
                 buffer.update(position, number=10**6 * (n + 1) + 100 * serial + np.arange(length))
 
-        with after_each_episode(monkeypatch, update):
+        with after_each_packed_episode(monkeypatch, update):
             pack(folder, tmp_path / "packed")
         assert assert_exact(tmp_path / "packed", 5) == [2, 3, 4, 5]
         assert shown(tmp_path / "packed") == shown(buffer)
@@ -430,7 +417,7 @@ def test_an_episode_that_never_stands_still_is_not_waited_for_for_ever(
                 buffer.update(i, number=[n])
 
         with (
-            after_each_episode(monkeypatch, update),
+            after_each_packed_episode(monkeypatch, update),
             pytest.raises((StaleEpisodeError, NotEnoughDataError), match="pause the writer"),
         ):
             pack(folder, tmp_path / "packed")
@@ -444,7 +431,7 @@ def test_episodes_deleted_meanwhile_are_there_as_when_the_call_began(
     whole = shown(folder)
     with ReplayBuffer.from_folder(folder) as buffer:
         work = buffer.clear if what == "clear" else partial(buffer.delete, [0, 3])
-        with after_each_episode(monkeypatch, lambda n: work() if n == 1 else None):
+        with after_each_packed_episode(monkeypatch, lambda n: work() if n == 1 else None):
             pack(folder, tmp_path / "packed")
     assert shown(tmp_path / "packed") == whole
 
@@ -464,7 +451,7 @@ def test_steps_appended_meanwhile_belong_to_the_next_copy(tmp_path: Path, monkey
         elif n < 2:
             episode.store(number=n + 1, **step)
 
-    with after_each_episode(monkeypatch, go_on):
+    with after_each_packed_episode(monkeypatch, go_on):
         pack(tmp_path / "buffer", tmp_path / "packed")
         pack(tmp_path / "buffer", tmp_path / "later")
     buffer.close()

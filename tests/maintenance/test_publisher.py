@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from fault_injection import in_child
 from fsspec.implementations.local import LocalFileSystem
+from inside import folders_of, let_go, publish_now, turn_of
 from range_server import RangeServer
 
 from memmap_buffer import (
@@ -43,7 +44,7 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.maintenance import publisher
 from memmap_buffer.maintenance.pack import pack
 from memmap_buffer.maintenance.publish import publish
-from memmap_buffer.maintenance.publisher import PUBLISHED, shards_in
+from memmap_buffer.maintenance.publisher import PUBLISHED, Publisher, shards_in
 from memmap_buffer.maintenance.pull import shards_at
 from memmap_buffer.remote import objects, shards
 from memmap_buffer.remote.objects import Objects
@@ -98,17 +99,17 @@ def names(place: Path) -> list[str]:
     return sorted(path.name for path in (place / "root").iterdir())
 
 
-def wait_for(publisher: Any) -> None:
-    """Until its thread has done what there was."""
-    thread = publisher._thread
-    if thread is not None:
-        thread.join()
+def wait_for_publishing() -> None:
+    """Until the threads of recorders have done what there was."""
+    for thread in threading.enumerate():
+        if thread.name == "memmap-buffer publish":
+            thread.join()
 
 
 def idle_recorder(place: Path, **options: Any) -> ReplayBuffer:
     """One whose thread has looked at what was there before it."""
     buffer = recorder(place, **options)
-    wait_for(buffer._publisher)
+    wait_for_publishing()
     return buffer
 
 
@@ -147,13 +148,14 @@ def test_every_n_episodes_are_a_shard_and_the_rest_is_published_at_the_end(tmp_p
 
 def test_shards_of_a_recorder_are_published_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with idle_recorder(tmp_path, publish_every=2) as buffer:
-        publisher: Any = buffer._publisher
-        monkeypatch.setattr(publisher, "begin", lambda: None)
-        record(buffer, range(5))
-        buffer.flush()
-        first, lock = left(tmp_path)[0], Folder(left(tmp_path)[0]).lock()
-        assert [*publisher._publish_all()] == left(tmp_path)
-        assert first in left(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(Publisher, "begin", lambda _: None)
+            record(buffer, range(5))
+            buffer.flush()
+        before, lock = left(tmp_path), Folder(left(tmp_path)[0]).lock()
+        publish_now(buffer)
+        wait_for_publishing()
+        assert left(tmp_path) == before  # as the first of three is in use
         lock.release()
     assert published(tmp_path) == list(range(5))
 
@@ -225,12 +227,13 @@ def test_open_episodes_go_on_in_the_next_shard(tmp_path: Path) -> None:
         for t in range(2, 4):
             handle.store(number=3, x=rows["x"][t])
         handle.final(x=rows["x"][4])
-        turn = buffer._writer.lock.turn
-        with turn:  # a publication waits while the shard is handed on
+        before = buffer.folder
+        with turn_of(buffer):  # a publication waits while the shard is handed on
             thread = threading.Thread(target=handle.publish)
             thread.start()
-            buffer._finish_shard()
+            record(buffer, range(18, 20))
         thread.join()
+        assert buffer.folder != before
         assert handle.state == "published"
         dropped.abort()
         with buffer.batched_episode(2) as group:
@@ -247,7 +250,7 @@ def test_open_episodes_go_on_in_the_next_shard(tmp_path: Path) -> None:
                     record(buffer, range(11, 13))
             group.final(x=[each["x"][2] for each in rows])
         assert folders[0] != folders[1]
-    assert sorted(published(tmp_path)) == [0, 1, 3, 4, 5, 6, 9, 11, 12, 17]
+    assert sorted(published(tmp_path)) == [0, 1, 3, 4, 5, 6, 9, 11, 12, 17, 18, 19]
 
 
 @pytest.mark.parametrize("every", [3, 7])
@@ -317,7 +320,7 @@ def test_the_space_of_every_shard_is_reserved(tmp_path: Path) -> None:
     with recorder(tmp_path, publish_every=2, reserve=True) as buffer:
         for number in range(5):
             record(buffer, range(number, number + 1))
-            assert buffer._storage.state("reserved") == 1
+            assert np.load(buffer.folder / "state.npy")["reserved"] == 1
 
 
 def test_the_errors_of_an_episode_are_given_to_it_though_its_publication_failed_in_the_shard_before(
@@ -370,7 +373,7 @@ def test_where_no_thread_can_be_started_recording_goes_on_and_the_next_shard_or_
     monkeypatch.setattr(threading.Thread, "start", lambda thread: failing(thread))
     buffer = recorder(tmp_path, publish_every=every)
     record(buffer, range(8))
-    wait_for(buffer._publisher)
+    wait_for_publishing()
     assert sorted(published(tmp_path))[:2] == [0, 1]
     assert "can't start new thread" in caplog.text
     with monkeypatch.context() as patch:
@@ -389,7 +392,7 @@ def test_an_interruption_while_a_thread_is_started_ends_no_publishing(
         patch.setattr(threading.Thread, "start", lambda thread: failing(thread))
         record(buffer, range(2))
     record(buffer, range(2, 4))
-    wait_for(buffer._publisher)
+    wait_for_publishing()
     assert sorted(published(tmp_path)) == list(range(4))
     buffer.close()
 
@@ -444,7 +447,7 @@ def test_a_shard_that_could_not_be_begun_leaves_no_folder_though_a_thread_takes_
         rmdir(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "rmdir", beside)
-    monkeypatch.setattr(Writer, "_take_over", raising(OSError(28, "No space left")))
+    monkeypatch.setattr(Writer, "begin", raising(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space left"):
         recorder(tmp_path)
     taken[0].release()
@@ -481,19 +484,19 @@ def test_a_learner_looks_by_one_request_and_sees_new_shards_by_one_more_for_each
     monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
     with recorder(tmp_path, publish_every=2) as buffer, RangeServer(tmp_path / "url") as server:
         record(buffer, range(2))
-        wait_for(buffer._publisher)
+        wait_for_publishing()
         data = ConcatBuffer.from_root(server.url, cache=tmp_path / "cache")
         server.requests.clear()
         assert len(data) == 2
         assert [request.path.rpartition("/")[2] for request in server.requests] == ["root.json"]
         for number in range(2, 14, 2):
             record(buffer, range(number, number + 2))
-            wait_for(buffer._publisher)
+            wait_for_publishing()
             server.requests.clear()
             assert len(data) == number + 2
             assert len(server.requests) == 2  # root.json, and the heads of what is new
         record(buffer, range(14, 20))
-        wait_for(buffer._publisher)
+        wait_for_publishing()
         server.requests.clear()
         assert sorted(int(data.episode(i)["number"][0]) for i in range(len(data))) == list(range(20))
         asked = [request.path for request in server.requests if "/data/" not in request.path]
@@ -515,9 +518,9 @@ def test_shards_with_numbers_and_without_keep_their_numbers_in_one_root(
         record(buffer, range(2, 8))
     assert sorted(int(data.episode(i)["number"][0]) for i in range(len(data))) == list(range(8))
     assert len(set(data.shards)) == 4 and data.shards[0] == 1
-    copied = pickle.loads(pickle.dumps(data._folders))
-    assert copied.numbers.tolist() == data._folders.numbers.tolist()
-    assert [storage.layout.id for storage in copied.storages] == list(data._folders.ids)
+    copied = pickle.loads(pickle.dumps(folders_of(data)))
+    assert copied.numbers.tolist() == folders_of(data).numbers.tolist()
+    assert [storage.layout.id for storage in copied.storages] == list(folders_of(data).ids)
 
 
 # Who reads the folder of a recorder
@@ -533,7 +536,7 @@ def test_a_reader_of_a_shard_that_was_moved_or_removed_since_reads_on_what_is_in
         readers = [ConcatBuffer.from_root(tmp_path / "root"), ReplayBuffer.from_folder(path)]
         loaders = [reader.dataloader(4, timestep_level=True) for reader in readers]
         record(buffer, range(1, 7))  # of which readers have not seen anything
-        wait_for(buffer._publisher)
+        wait_for_publishing()
         assert not path.exists()
         for reader, loader in zip(readers, loaders, strict=True):
             assert len(reader) == 4
@@ -567,7 +570,7 @@ def test_a_root_is_looked_at_again_where_a_shard_was_moved_before_it_was_opened(
             listed.append(real(root))
             if len(listed) == 1:
                 record(buffer, range(1, 3))
-                wait_for(buffer._publisher)
+                wait_for_publishing()
             return listed[-1]
 
         monkeypatch.setattr(concat, "folders_in", late)
@@ -606,10 +609,10 @@ def test_what_failed_is_tried_again_with_the_next_shard_and_by_closing_again(
     buffer = recorder(tmp_path, publish_every=2)
     with Offline(monkeypatch) as store:
         record(buffer, range(2))
-        wait_for(buffer._publisher)
+        wait_for_publishing()
         assert store.asked
     record(buffer, range(2, 4))
-    wait_for(buffer._publisher)
+    wait_for_publishing()
     assert sorted(published(tmp_path)) == list(range(4))
     record(buffer, range(4, 5))
     with Offline(monkeypatch), pytest.raises(RemoteError, match="1 shards are not published"):
@@ -635,15 +638,15 @@ def test_a_recorder_whose_credentials_are_refused_says_so_once_and_then_how_many
             caplog.clear()
             for number in range(3 * life, 3 * life + 3):
                 record(buffer, range(number, number + 1))
-                wait_for(buffer._publisher)
+                wait_for_publishing()
             said = [entry.message for entry in caplog.records if entry.levelno >= logging.WARNING]
             assert ["Access Denied" in line for line in said] == [True, False, False]
             assert [line.partition(" shards are not published to ")[0][-1] for line in said[1:]] == [*"23"]
-            buffer._publisher.begin()
-            wait_for(buffer._publisher)
+            publish_now(buffer)
+            wait_for_publishing()
             assert len(caplog.records) == len(said)  # as many as before wait
-        buffer._publisher.begin()
-        wait_for(buffer._publisher)
+        publish_now(buffer)
+        wait_for_publishing()
         assert published(tmp_path) == list(range(3 * life + 3))
     buffer.close()
 
@@ -651,7 +654,7 @@ def test_a_recorder_whose_credentials_are_refused_says_so_once_and_then_how_many
 def record_unpublished(buffer: ReplayBuffer, monkeypatch: pytest.MonkeyPatch, numbers: range) -> None:
     """Record shards that `close` has to publish."""
     with monkeypatch.context() as patch:
-        patch.setattr(buffer._publisher, "begin", lambda: None)
+        patch.setattr(Publisher, "begin", lambda _: None)
         record(buffer, numbers)
 
 
@@ -729,17 +732,17 @@ def test_shards_whose_last_writes_fail_are_published_as_they_are_by_one_close(
     """Several that wait for it, as nothing was published meanwhile."""
     buffer = idle_recorder(tmp_path, publish_every=2)
     with monkeypatch.context() as patch:
-        patch.setattr(buffer._publisher, "begin", lambda: None)
+        patch.setattr(Publisher, "begin", lambda _: None)
         record(buffer, range(7))
-    finish, failed = Writer._finish, []
+    flush, failed = Writer.flush, []
 
     def full(writer: Writer) -> None:
-        if writer is not buffer._writer:
+        if writer.storage.path != buffer.folder:
             failed.append(writer)
             raise OSError(28, "No space left on device")
-        finish(writer)
+        flush(writer)
 
-    monkeypatch.setattr(Writer, "_finish", full)
+    monkeypatch.setattr(Writer, "flush", full)
     buffer.close()
     assert len(failed) == 3
     assert sorted(published(tmp_path)) == list(range(7))
@@ -751,7 +754,7 @@ def test_close_waits_for_another_recorder_that_is_publishing_a_shard_of_this_one
 ) -> None:
     buffer = idle_recorder(tmp_path)
     record(buffer, range(2))
-    buffer._writer.close()
+    let_go(buffer)
     lock = Folder(buffer.folder).lock()
     waited = []
 
@@ -772,7 +775,7 @@ def test_close_says_which_shard_of_this_recorder_another_one_holds_for_too_long(
     monkeypatch.setattr(publisher, "WAIT_SECONDS", 0.0)
     buffer = idle_recorder(tmp_path)
     record(buffer, range(2))
-    buffer._writer.close()
+    let_go(buffer)
     lock = Folder(buffer.folder).lock()
     with pytest.raises(BufferLockedError, match=f"1 shards are not published.*{buffer.folder.name}.*another writer"):
         buffer.close()
@@ -815,7 +818,7 @@ def test_so_many_published_shards_are_kept_and_no_others(tmp_path: Path, keep: i
     for life in range(2):
         with recorder(tmp_path, publish_every=2, keep_published=keep) as buffer:
             record(buffer, range(4 * life, 4 * life + 4))
-            wait_for(buffer._publisher)
+            wait_for_publishing()
             assert len(kept(tmp_path)) == (2 * life + 2 if keep is None else keep)
     newest = [int(ReplayBuffer.from_folder(path).episode(0)["number"][0]) for path in kept(tmp_path)]
     assert sorted(newest) == [0, 2, 4, 6][4 - len(newest) :]
@@ -836,7 +839,7 @@ def test_a_damaged_episode_is_left_out_and_the_log_names_it(tmp_path: Path, capl
     buffer = recorder(tmp_path)
     record(buffer, range(3))
     data = buffer.folder / "data" / "number.npy"
-    buffer._writer.close()
+    let_go(buffer)
     with data.open("r+b") as file:
         file.seek(-8 * 8 * 20, 2)
         file.write(b"\xff" * 8)
@@ -1034,7 +1037,7 @@ def test_a_store_that_does_not_answer_or_has_a_spoilt_list_keeps_no_recorder_fro
         buffer = recorder(tmp_path)
         assert "recording begins, and is published later" in caplog.text
         record(buffer, range(2))
-        wait_for(buffer._publisher)
+        wait_for_publishing()
     buffer.close()
     assert published(tmp_path) == [0, 1]
     caplog.clear()
@@ -1052,8 +1055,8 @@ def test_a_shard_that_is_recorded_is_left_alone_also_in_the_middle_of_an_update(
     with recorder(tmp_path) as buffer:
         record(buffer, range(2))
         (buffer.folder / ".redo").write_bytes(b"")  # as while the recorder changes an episode in place
-        buffer._publisher.begin()
-        wait_for(buffer._publisher)
+        publish_now(buffer)
+        wait_for_publishing()
         assert left(tmp_path) == [buffer.folder]
         (buffer.folder / ".redo").unlink()
         record(buffer, range(2, 4))

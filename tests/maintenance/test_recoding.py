@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from coded_folder import copy_of, episodes, example, no_barriers, open_blobs, open_index
 from fault_injection import KILLED, in_child, listing, system
+from inside import after_each_packed_episode
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError, pack, unpack, verify
 from memmap_buffer.codecs import Jpeg, Zstd
@@ -194,20 +195,18 @@ def test_a_blob_that_cannot_be_decoded_is_found_without_checksums_too(
 def test_an_update_to_larger_blobs_meanwhile_moves_those_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = module._copy_arrays
     with coded_folder.make(tmp_path / "buffer") as buffer:
         for high in (2**16, 1):
-            depth, counted = np.random.default_rng(3).integers(0, high, (30, 8, 8)), iter(range(100))
+            depth, copied = np.random.default_rng(3).integers(0, high, (30, 8, 8)), list[int]()
 
-            def slow(*args: Any, depth: Any = depth, counted: Any = counted) -> Any:
-                found = real(*args)
-                if next(counted) == 1:
+            def work(number: int, depth: Any = depth, copied: list[int] = copied) -> None:
+                copied.append(number)
+                if number == 1:
                     buffer.update(0, depth=depth)
-                return found
 
-            monkeypatch.setattr(module, "_copy_arrays", slow)
-            pack(tmp_path / "buffer", tmp_path / f"{high}", codec={"depth": "zstd"})
-            assert next(counted) == len(coded_folder.LENGTHS) + 1  # one was copied twice
+            with monkeypatch.context() as patch, after_each_packed_episode(patch, work):
+                pack(tmp_path / "buffer", tmp_path / f"{high}", codec={"depth": "zstd"})
+            assert len(copied) == len(coded_folder.LENGTHS) + 1  # one was copied twice
             assert episodes(tmp_path / f"{high}") == episodes(tmp_path / "buffer")
             assert verify(tmp_path / f"{high}") == []
             assert len(blobs_by_hand(tmp_path / f"{high}", "depth")) == sum(coded_folder.LENGTHS)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from damage import Damage, flip, header_size, killed, packed, retired, rewrite_record, rewrite_state, rows_of
 from fault_injection import KILLED, in_child, listing, shown, system
+from inside import take_lock
 from mounts import fill, on_tmpfs
 
 from memmap_buffer import (
@@ -423,7 +424,7 @@ def test_published_steps_survive_a_kill_and_a_repair(tmp_path: Path, drop_redo: 
 
         def record(tell: Callable[[Any], None], at: int = at, folder: Path = folder) -> None:
             buffer = ReplayBuffer.from_folder(folder, publish="step")
-            buffer._writer.begin()
+            take_lock(buffer)
             with system(at, kill=True, half=True):
                 damage.record(buffer, 6, 4)
 
@@ -626,7 +627,7 @@ def test_beside_a_writer_it_refuses(folder: Path) -> None:
 
     def hold(tell: Callable[[Any], None]) -> None:
         buffer = ReplayBuffer.from_folder(folder)
-        buffer._writer.begin()
+        take_lock(buffer)
         before = listing(folder)
 
         def other(tell: Callable[[Any], None]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from damage import flip, header_size, killed, packed, rewrite_state, rows_of
 from fault_injection import KILLED, listing, shown
+from inside import after_each_copied_slot, before_the_rest_is_asked_for
 
 from memmap_buffer import ReplayBuffer, SchemaMismatchError, StaleEpisodeError, verify
 from memmap_buffer.maintenance import snapshot as module
@@ -166,19 +165,6 @@ def test_a_folder_with_files_of_others_is_refused_and_left_alone(tmp_path: Path,
 # Beside a writer, interleaved on purpose
 
 
-@contextmanager
-def after_each_slot(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], None]) -> Iterator[None]:
-    """`work(n)` after the n-th slot was copied, as if a writer did it meanwhile."""
-    real, counted = module._copy_slot, iter(range(10**6))
-
-    def slow(*arguments: Any) -> None:
-        real(*arguments)
-        work(next(counted))
-
-    monkeypatch.setattr(module, "_copy_slot", slow)
-    yield
-
-
 def assert_one_moment(target: Path, newest: int, oldest: int) -> list[int]:
     """The serials of a copy: exact, without a gap, and none missing that was visible before the call and still is."""
     serials = damage.serials_of_exact(target)
@@ -198,7 +184,7 @@ def test_episodes_published_meanwhile_leave_a_copy_of_one_moment(
             if n < for_how_long and n % every == 0:
                 damage.record(buffer, int(buffer.serials[-1]) + 1, 1 + n % 4)
 
-        with after_each_slot(monkeypatch, publish):
+        with after_each_copied_slot(monkeypatch, publish):
             copy(folder, tmp_path / "copy")
         assert_one_moment(tmp_path / "copy", 5, int(buffer.serials[0]))
 
@@ -214,7 +200,7 @@ def test_an_episode_that_is_updated_meanwhile_is_copied_whole_before_or_after(
             if n < 7:
                 buffer.update(position, number=10**6 * (n + 1) + 100 * serial + np.arange(length))
 
-        with after_each_slot(monkeypatch, update):
+        with after_each_copied_slot(monkeypatch, update):
             copy(folder, tmp_path / "copy")
     assert assert_one_moment(tmp_path / "copy", 5, 2) == [2, 3, 4, 5]
 
@@ -225,7 +211,6 @@ def test_an_episode_that_is_updated_meanwhile_and_then_retires_is_not_missing_am
 ) -> None:
     """The ring turns between the look at what was copied and the question whether the rest has retired."""
     monkeypatch.setattr(module, "ROUNDS", 8)  # so that three of four are enough in some round with an update
-    real = module._retired
     with ReplayBuffer.from_folder(folder) as buffer:
         serial, length = int(buffer.serials[position]), int(buffer.episode_lens[position])
 
@@ -233,13 +218,12 @@ def test_an_episode_that_is_updated_meanwhile_and_then_retires_is_not_missing_am
             if 3 <= n < 10:
                 buffer.update(position, number=10**6 * (n + 1) + 100 * serial + np.arange(length))
 
-        def late(*arguments: Any) -> bool:
+        def late() -> None:
             for number in range(6, 12):
                 damage.record(buffer, number, 1)
-            return real(*arguments)
 
-        monkeypatch.setattr(module, "_retired", late)
-        with after_each_slot(monkeypatch, update):
+        before_the_rest_is_asked_for(monkeypatch, late)
+        with after_each_copied_slot(monkeypatch, update):
             copy(folder, tmp_path / "copy")
     assert damage.serials_of_exact(tmp_path / "copy") == [2, 3, 4, 5]
 
@@ -248,10 +232,10 @@ def test_episodes_deleted_or_cleared_meanwhile_leave_what_was_there(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ReplayBuffer.from_folder(folder) as buffer:
-        with after_each_slot(monkeypatch, lambda n: buffer.delete([1]) if n == 1 else None):
+        with after_each_copied_slot(monkeypatch, lambda n: buffer.delete([1]) if n == 1 else None):
             copy(folder, tmp_path / "copy")
         assert dict(shown(tmp_path / "copy")).keys() in ({2, 3, 4, 5}, {2, 4, 5})
-        with after_each_slot(monkeypatch, lambda n: buffer.clear() if n == 1 else None):
+        with after_each_copied_slot(monkeypatch, lambda n: buffer.clear() if n == 1 else None):
             copy(folder, tmp_path / "again")
         assert dict(shown(tmp_path / "again")).keys() in ({2, 4, 5}, set())
 
@@ -268,7 +252,7 @@ def test_a_ring_that_turns_faster_than_it_is_copied_is_an_error_and_leaves_no_co
                 damage.record(buffer, 8 * n + i + 6, 1)
 
         with (
-            after_each_slot(monkeypatch, publish),
+            after_each_copied_slot(monkeypatch, publish),
             pytest.raises(StaleEpisodeError, match="turns faster than it can be copied"),
         ):
             copy(folder, tmp_path / "copy")

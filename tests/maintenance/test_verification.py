@@ -69,12 +69,17 @@ def test_an_open_episode_and_its_steps_are_no_damage(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_an_episode_that_was_aborted_on_the_disk_is_unused_and_not_lost(tmp_path: Path) -> None:
+def test_an_episode_that_was_aborted_on_the_disk_is_unused_and_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "memmap_buffer.writing.episode.CHUNK_BYTES", 1
+    )  # so that a timestep is written before the next one
     buffer = damage.make(tmp_path / "buffer", stage="disk")
     damage.record(buffer, 0, 3)
     with pytest.raises(KeyError, match="stop"), buffer.one_episode() as episode:
-        episode.store(number=1, observation=[0, 0, 0], camera={"left": np.zeros((2, 2))}, half=0, text="")
-        buffer._writer.spill(episode)
+        for number in range(2):
+            episode.store(number=number, observation=[0, 0, 0], camera={"left": np.zeros((2, 2))}, half=0, text="")
         raise KeyError("stop")
     assert quietly(verify(tmp_path / "buffer")) == {"episodes.npy"}
     buffer.close()

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import system
+from inside import before_asking_again, folders_of, keep_blocks, locks_of, mirrors_of, retry
 from range_server import RangeServer
 
 from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, RemoteError, ReplayBuffer, SchemaError, pack, publish
 from memmap_buffer.format.source import BLOCK, Rows
 from memmap_buffer.remote import objects
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, USED, Blocks
-from memmap_buffer.remote.cache import Cache
 from memmap_buffer.remote.mirror import Taken, bring_later, fetch
 
 FIELDS = {
@@ -79,7 +79,7 @@ def compare(root, far, seeds=range(3), size=16):
 
 
 def local_bytes(far):
-    blocks = [storage.mirror.blocks for storage in far._folders.storages]
+    blocks = [mirror.blocks for mirror in mirrors_of(far)]
     return sum(int(one.sizes[one.words[:, LOCAL] != 0].sum()) for one in blocks)
 
 
@@ -91,21 +91,20 @@ def test_a_fault_that_passes_is_not_seen(root, tmp_path, quick, fault):
         server.fail(fault, 2, match="blocks.npy")
         server.fail(fault, 2, match="/data/")
         compare(root, far)
-        assert not server._faults
+        assert not server.faults
 
 
 @pytest.mark.parametrize("fault", ["500", "reset", "short", "wrong", "hang", "403"])
 def test_a_store_that_fails_is_an_error_and_training_goes_on_when_it_is_back(root, tmp_path, quick, fault):
     with RangeServer(root / "far") as server:
         far = ConcatBuffer.from_root(server.url, cache=tmp_path)
-        (store,) = {storage.mirror.objects for storage in far._folders.storages}
-        store._tries = 3
+        retry(far, 3)
         server.fail(fault, 1000, match="/data/")
         with pytest.raises(RemoteError, match=r"http://127.*/data/.*bytes \d+ to \d+") as caught:
             far.sample(16, **OPTIONS)
         assert caught.value.tries == (1 if fault == "403" else 3)
         server.heal()
-        store._tries = MANY
+        retry(far, MANY)
         compare(root, far)
 
 
@@ -114,16 +113,14 @@ def test_a_server_that_is_gone_for_a_moment(root, tmp_path, monkeypatch):
     server = RangeServer(root / "far")
     with server:
         far = ConcatBuffer.from_root(server.url, cache=tmp_path)
-        port = server._http.server_address[1]
-    started, may_pass = [], objects._may_pass
+    started = []
     with ExitStack() as running:
 
-        def back(error):
+        def back():
             if not started:
-                started.append(running.enter_context(RangeServer(root / "far", port=port)))
-            return may_pass(error)
+                started.append(running.enter_context(RangeServer(root / "far", port=server.port)))
 
-        monkeypatch.setattr(objects, "_may_pass", back)
+        before_asking_again(monkeypatch, back)
         compare(root, far)
         assert started
 
@@ -143,14 +140,14 @@ def test_an_epoch_goes_on_through_faults(root, tmp_path, quick):
 def test_a_full_disk_is_an_error_and_nothing_is_wrong_when_it_has_room_again(root, tmp_path):
     far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path)
     far.sample(1, seed=5, **OPTIONS)  # the mirrors are made
-    for storage in far._folders.storages:
-        _ = storage.mirror.digests
+    for mirror in mirrors_of(far):
+        _ = mirror.digests
     for half in (False, True):
         full = system(1, error=errno.ENOSPC, only=("pwrite",), half=half, lasting=True)
         with full, pytest.raises(OSError, match=r"disk is full|No space"):
             far.sample(16, seed=1, **OPTIONS)
-    for storage in far._folders.storages:
-        words = storage.mirror.blocks.words
+    for mirror in mirrors_of(far):
+        words = mirror.blocks.words
         assert not ((words[:, COUNTER] & 1 == 0) & (words[:, LOCAL] == 0)).any()
     compare(root, far)
 
@@ -194,7 +191,7 @@ def hold(mirror, block, told, until):
 
 @pytest.mark.parametrize("other", ["thread", "process"])
 def test_blocks_that_another_fetches_keep_nobody_from_the_rest(root, tmp_path, other):
-    mirror = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path)._folders.storages[0].mirror
+    mirror = mirrors_of(ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path))[0]
     context = multiprocessing.get_context("fork")
     told, until, chosen = context.Queue(), context.Event(), np.arange(4)
     run = threading.Thread if other == "thread" else context.Process
@@ -216,7 +213,7 @@ def test_blocks_that_another_fetches_keep_nobody_from_the_rest(root, tmp_path, o
 @pytest.mark.parametrize("at", ["try_take", "give"])
 def test_an_interruption_at_a_lock_leaves_it_to_others(root, tmp_path, monkeypatch, at):
     """As Ctrl-C comes when the system call is done."""
-    mirror = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path)._folders.storages[0].mirror
+    mirror = mirrors_of(ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path))[0]
     locks = mirror.cache.locks
     done = getattr(locks, at)
 
@@ -243,7 +240,7 @@ def wait_for(done):
 
 def rows_of(buffer, shard):
     """All rows of two fields of a shard, as a read-ahead asks for them."""
-    storage = buffer._folders.storages[shard]
+    storage = folders_of(buffer).storages[shard]
     ends = {name: np.array([len(storage.maps.rows[name])]) for name in ("number", "state")}
     return [(storage, [Rows(name, np.zeros(1, np.int64), end) for name, end in ends.items()])]
 
@@ -286,7 +283,7 @@ def test_a_window_for_which_the_bound_has_no_room_beside_what_is_read_is_not_fet
         far = ConcatBuffer.from_root(url, cache=tmp_path / place, cache_bytes=limit)
         before = [absent(far, shard) for shard in (0, 1)]
         bring_later(rows_of(far, 0))
-        bring_later([(far._folders.storages[1], [Rows("state", np.zeros(1, np.int64), np.ones(1, np.int64))])])
+        bring_later([(folders_of(far).storages[1], [Rows("state", np.zeros(1, np.int64), np.ones(1, np.int64))])])
         wait_for(lambda: absent(far, 1) < before[1])  # noqa: B023
         assert (absent(far, 0) < before[0]) == is_fetched
 
@@ -346,7 +343,7 @@ def test_a_cache_that_others_fill_is_waited_for(root, tmp_path):
 def test_no_room_is_given_where_every_block_is_in_use(root, tmp_path, monkeypatch):
     monkeypatch.setattr("memmap_buffer.remote.mirror.PATIENCE", 0.1)
     far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path, cache_bytes=16 * BLOCK)
-    monkeypatch.setattr(Cache, "_give_back", lambda self, size, keep: 0)
+    keep_blocks(monkeypatch)
     with pytest.raises(SchemaError, match="cache_bytes"):
         for seed in range(30):
             far.sample(6, seed=seed, **OPTIONS)
@@ -359,7 +356,7 @@ def test_a_fetch_gives_back_no_block_of_its_own_batch(root, tmp_path, monkeypatc
     """Those that it found there were not used for longest; those that it asks for next are kept for it, too."""
     far = ConcatBuffer.from_root(f"file://{root}/far", cache=tmp_path, cache_bytes=16 * BLOCK)
     monkeypatch.setattr(Blocks, "touch", lambda self, blocks, second: None)  # as if all within a second
-    (mirror, *others) = [storage.mirror for storage in far._folders.storages]
+    (mirror, *others) = mirrors_of(far)
     for other in others:  # the cache is full of what nobody asks for
         fetch({other: np.arange(8)})
     both = np.arange(other.files.count)[:8]
@@ -374,10 +371,10 @@ def test_a_fetch_gives_back_no_block_of_its_own_batch(root, tmp_path, monkeypatc
 
 def test_what_does_not_fit_is_neither_counted_nor_fetched(root, tmp_path):
     url = f"file://{root}/far"
-    mirrors = [storage.mirror for storage in ConcatBuffer.from_root(url, cache=tmp_path / "other")._folders.storages]
+    mirrors = mirrors_of(ConcatBuffer.from_root(url, cache=tmp_path / "other"))
     limit = sum(int(mirror.blocks.sizes.sum()) for mirror in mirrors[:2]) + BLOCK
     far = ConcatBuffer.from_root(url, cache=tmp_path / "cache", cache_bytes=limit)
-    one, other, third = (storage.mirror for storage in far._folders.storages)
+    one, other, third = mirrors_of(far)
     kept = [(mirror.blocks, np.arange(mirror.files.count)) for mirror in (one, other)]
     for mirror, (_, every) in zip((one, other), kept, strict=True):
         fetch({mirror: every})
@@ -440,9 +437,7 @@ def test_a_process_that_is_forked_while_its_parent_fetches_reads(root, tmp_path)
         thread.start()
         while not any("/data/" in request.path for request in server.requests):
             time.sleep(0.005)
-        for storage in far._folders.storages:  # as if a thread were at it in this moment
-            storage.mirror.blocks._changed.acquire()
-        for lock in (far._folders._lock, storage.mirror.cache._turn):
+        for lock in locks_of(far):  # as if a thread were at it in this moment
             lock.acquire()
         child = os.fork()
         if child == 0:
@@ -455,9 +450,7 @@ def test_a_process_that_is_forked_while_its_parent_fetches_reads(root, tmp_path)
                 os._exit(0)
             finally:
                 os._exit(1)
-        for storage in far._folders.storages:
-            storage.mirror.blocks._changed.release()
-        for lock in (far._folders._lock, storage.mirror.cache._turn):
+        for lock in locks_of(far):
             lock.release()
         thread.join()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

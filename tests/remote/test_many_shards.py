@@ -1,11 +1,11 @@
 """Ten thousand shards: what opening a root asks for, and does, that grows with their number. Counted, not timed."""
 
 import pytest
+from inside import folders_of, forget_schemas, num_schemas_parsed
 from range_server import RangeServer
 
 from bench.data import STEPS_OF_A_SHARD, forge_root
 from memmap_buffer import ConcatBuffer
-from memmap_buffer.format.layout import _schema_of
 from memmap_buffer.remote import shards
 from memmap_buffer.remote.layout import MERGED
 
@@ -31,8 +31,8 @@ def test_a_root_is_opened_by_one_request_for_a_thousand_shards(root, tmp_path, m
 
 
 def test_the_shards_of_a_root_share_their_schema_which_is_parsed_once(root, tmp_path):
-    _schema_of.cache_clear()
+    forget_schemas()
     far = ConcatBuffer.from_root(f"file://{root}", cache=tmp_path)
-    assert _schema_of.cache_info().misses == 1
-    assert {id(storage.layout.schema) for storage in far._folders.storages} == {id(far._folders.schema)}
-    assert len({storage.layout.id for storage in far._folders.storages}) == SHARDS
+    assert num_schemas_parsed() == 1
+    assert {id(storage.layout.schema) for storage in folders_of(far).storages} == {id(folders_of(far).schema)}
+    assert len({storage.layout.id for storage in folders_of(far).storages}) == SHARDS

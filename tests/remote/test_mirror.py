@@ -1,5 +1,6 @@
 """Published folders read by their URL: the same batches as from the folders, block by block, within a bound."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -10,15 +11,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from inside import folders_of, give_back, mirror_of, mirrors_of, storage_of
 
 from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, repair, verify
-from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.source import BLOCK
 from memmap_buffer.remote import shards
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
-from memmap_buffer.remote.cache import _give_back as give_back
 from memmap_buffer.remote.mirror import Taken, bring
-from memmap_buffer.views.batch_builder import BatchBuilder
 
 WIDE = 3000  # numbers, so that three shards have more blocks than the bounds below
 FIELDS = {
@@ -103,18 +102,18 @@ def test_a_folder_of_the_cache_is_read_by_its_url_alone(root, tmp_path):
     assert not (tmp_path / "copy").exists()
     for work in (ReplayBuffer.from_folder, verify, repair, lambda path: pack(path, tmp_path / "copy")):
         with pytest.raises(NotABufferError, match=r"is a cache of a folder at a URL.*read it by its URL"):
-            work(one._storage.mirror.path)
+            work(mirror_of(one).path)
 
 
 def test_only_what_is_read_is_fetched_and_only_once(root, tmp_path):
     one = ReplayBuffer.from_folder(f"file://{root}/far/shard-00000", cache=tmp_path)
-    blocks = one._storage.mirror.blocks
+    blocks = mirror_of(one).blocks
     assert not blocks.words[:, LOCAL].any()
     one.batch([0], timestep_level=True, fields=["reward"])
     assert blocks.words[:, LOCAL].sum() == 1
     one.batch([0], timestep_level=True, fields=["state"])
     assert blocks.words[:, LOCAL].sum() == 2
-    one._storage.mirror.objects = None  # nothing is asked for again
+    mirror_of(one).objects = None  # nothing is asked for again
     one.batch([0], timestep_level=True, fields=["state", "reward"])
 
 
@@ -172,7 +171,7 @@ def test_a_bound_is_kept_and_no_hole_is_ever_seen(root, tmp_path):
     for thread in threads:
         thread.join()
     assert not failed
-    blocks = [storage.mirror.blocks for storage in far._folders.storages]
+    blocks = [mirror.blocks for mirror in mirrors_of(far)]
     words, sizes = (np.concatenate(each) for each in zip(*((one.words, one.sizes) for one in blocks), strict=True))
     assert 0 < sizes[words[:, LOCAL] != 0].sum() <= 24 * BLOCK < sizes.sum()
     assert sizes[words[:, COUNTER] > 1].sum() > 24 * BLOCK  # more was fetched than there is room for
@@ -182,17 +181,17 @@ def test_a_bound_is_kept_and_no_hole_is_ever_seen(root, tmp_path):
 
 def test_rows_whose_block_is_given_back_before_they_are_copied_are_read_again(root, tmp_path, monkeypatch):
     far = ReplayBuffer.from_folder(f"file://{root}/far/shard-00000", cache=tmp_path)
-    bring, taken = BatchBuilder._bring, []
+    mirror, taken = mirror_of(far), []
+    bring = mirror.bring
 
-    def bring_and_lose(builder, gathers):
-        bring(builder, gathers)
-        mirror = far._storage.mirror
+    def bring_and_lose(wanted):
+        brought = bring(wanted)
         if len(taken) < 2:
-            with Folder(mirror.path).held() as folder:
-                local = np.flatnonzero(mirror.blocks.words[:, LOCAL])
-                taken.append([give_back(folder, mirror.blocks, mirror.files, block) for block in local.tolist()])
+            local = np.flatnonzero(mirror.blocks.words[:, LOCAL])
+            taken.append([give_back(mirror, block) for block in local.tolist()])
+        return brought
 
-    monkeypatch.setattr(BatchBuilder, "_bring", bring_and_lose)
+    monkeypatch.setattr(mirror, "bring", bring_and_lose)
     options = {"timestep_level": True, "fields": ["state"], "seed": 3}
     near = ReplayBuffer.from_folder(root / "grid0").sample(16, **options)
     equal(near, far.sample(16, **options))
@@ -249,16 +248,14 @@ def test_a_bound_counts_the_bytes_of_small_files(tmp_path):
     cache = tmp_path / "cache"
     far = ConcatBuffer.from_root(url, cache=cache, cache_bytes=16 * BLOCK)
     equal(ConcatBuffer.from_root(tmp_path / "near").batch(timestep_level=True), far.batch(timestep_level=True))
-    mirrors = [storage.mirror for storage in far._folders.storages]
+    mirrors = mirrors_of(far)
     assert all(mirror.blocks.words[:, LOCAL].all() for mirror in mirrors)
     files = list(cache.rglob("data/*.npy"))
     assert int.from_bytes((cache / "usage").read_bytes(), "little") == sum(path.stat().st_size for path in files)
     assert sum(int(mirror.blocks.sizes.sum()) for mirror in mirrors) == sum(path.stat().st_size for path in files)
     state = mirrors[0].path / "data" / "state.npy"
     used = state.stat().st_blocks
-    with Folder(mirrors[0].path).held() as folder:
-        files_of_it = mirrors[0].files
-        assert give_back(folder, mirrors[0].blocks, files_of_it, files_of_it.first["data/state.npy"])
+    assert give_back(mirrors[0], mirrors[0].files.first["data/state.npy"])
     assert state.stat().st_blocks < used / 2
     equal(ConcatBuffer.from_root(tmp_path / "near").batch(timestep_level=True), far.batch(timestep_level=True))
 
@@ -282,13 +279,13 @@ def test_all_readers_number_the_shards_of_a_root_alike_whenever_they_were_opened
         publish(tmp_path / name, url)
         readers.append(ConcatBuffer.from_root(url, cache=tmp_path / "cache"))
         for reader in readers:
-            before = reader._folders.storages
+            before = folders_of(reader).storages
             found = reader.batch(timestep_level=True, return_indices=True)
             assert {int(r): int(n) for r, n in zip(found["reward"], found["_indices"][:, 0], strict=True)} == dict(
                 enumerate(numbers[: i + 1])
             )
-            assert reader._folders.storages[: len(before)] == before
-            assert pickle.loads(pickle.dumps(reader._folders)).numbers.tolist() == sorted(numbers[: i + 1])
+            assert folders_of(reader).storages[: len(before)] == before
+            assert pickle.loads(pickle.dumps(folders_of(reader))).numbers.tolist() == sorted(numbers[: i + 1])
 
 
 def test_weights_of_a_root_are_in_the_order_of_the_names(tmp_path):
@@ -303,18 +300,20 @@ def test_weights_of_a_root_are_in_the_order_of_the_names(tmp_path):
         equal(near.sample(8, timestep_level=True, seed=seed), far.sample(8, timestep_level=True, seed=seed))
 
 
-def test_after_another_boot_blocks_are_compared_with_their_digests(root, tmp_path):
+def test_after_another_boot_blocks_are_compared_with_their_digests(root, tmp_path, monkeypatch):
     url = f"file://{root}/far/shard-00000"
     one = ReplayBuffer.from_folder(url, cache=tmp_path)
     expected = one.batch(timestep_level=True, fields=["state"])
-    mirror = one._storage.mirror
-    mirror.blocks._boot[:] = 7
+    mirror = mirror_of(one)
     name, _, _ = mirror.files.place(int(mirror.blocks_of("data/state.npy", np.zeros(1, int), np.ones(1, int))[0]))
     with open(mirror.path / name, "r+b") as file:  # the cut lost what was written
         file.seek(5000)
         file.write(bytes(5000))
-    mirror.blocks._begin_boot()
-    assert (mirror.blocks.words[:, COUNTER] & 1).all()
+    monkeypatch.setattr("memmap_buffer.remote.blocks.boot_id", lambda: bytes(range(16)))
+    del one, mirror
+    gc.collect()
+    one = ReplayBuffer.from_folder(url, cache=tmp_path)
+    assert (mirror_of(one).blocks.words[:, COUNTER] & 1).all()
     equal(one.batch(timestep_level=True, fields=["state"]), expected)
 
 
@@ -344,7 +343,7 @@ def test_readers_that_are_killed_leave_nothing_that_is_not_whole(root, tmp_path)
             equal(near.sample(16, **options), far.sample(16, **options))
 
 
-def test_what_was_published_anew_is_seen_and_what_is_open_is_read_on(tmp_path):
+def test_what_was_published_anew_is_seen_and_what_is_open_is_read_on(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/far"
     publish(record(tmp_path / "shard-00000", 3), url)
     far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
@@ -354,28 +353,28 @@ def test_what_was_published_anew_is_seen_and_what_is_open_is_read_on(tmp_path):
     with ReplayBuffer.from_folder(tmp_path / "shard-00000") as buffer:
         buffer.delete(0)
     publish(tmp_path / "shard-00000", url)
-    far._folders.shards._read_at = -1e9
+    monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
     far.refresh()
     assert far.num_episodes == 4
     assert far.sample(8, timestep_level=True).keys() == before.keys()
     assert old.batch(timestep_level=True)["reward"].shape[0] == old.num_steps
 
 
-def test_what_is_there_can_be_read_without_the_store(tmp_path):
+def test_what_is_there_can_be_read_without_the_store(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/far"
     publish(record(tmp_path / "shard-00000", 2), url)
     far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
     before = far.batch(timestep_level=True)
     (tmp_path / "far").rename(tmp_path / "gone")
-    far._folders.shards._read_at = -1e9
+    monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
     far.refresh()
     equal(far.batch(timestep_level=True), before)
 
 
 def test_a_mirror_pickles_without_its_blocks(root, tmp_path):
     far = ReplayBuffer.from_folder(f"file://{root}/far/shard-00000", cache=tmp_path)
-    storage = pickle.loads(pickle.dumps(far._storage))
-    assert storage.mirror.path == far._storage.mirror.path
+    storage = pickle.loads(pickle.dumps(storage_of(far)))
+    assert storage.mirror.path == mirror_of(far).path
 
 
 def test_nothing_there_and_nothing_to_write_to_are_told(root, tmp_path):

@@ -219,24 +219,17 @@ def test_who_stops_reading_leaves_nothing_in_flight(server: RangeServer) -> None
 
 def test_bytes_in_flight_are_bounded_and_come_in_order_and_a_small_object_waits_for_none(server, monkeypatch):
     monkeypatch.setattr(objects, "BYTES_IN_FLIGHT", 20_000)
-    store, take, together = Objects(server.url), server._take, []
-
-    def counted(*asked):
-        found = take(*asked)
-        together.append(server._answering)
-        return found
-
-    server._take, server.latency = counted, 0.05
+    store, server.latency = Objects(server.url), 0.05
     wanted = [("sub/b.bin", first, first + 10_000) for first in range(0, 60_000, 5_000)]
     store.read_ranges(wanted)
-    assert max(together) == 2
+    assert server.most_together == 2
     begun = [request.range[0] for request in server.requests]
     assert all(abs(place - begun.index(first)) <= 1 for place, (_, first, _) in enumerate(wanted))
     (server.folder / "a.bin").write_bytes(b"small")
     server.fail("hang", times=2, match="sub/b.bin")
     reader = threading.Thread(target=store.read_ranges, args=(wanted[:4],), daemon=True)
     reader.start()
-    while server._faults:
+    while server.faults:
         time.sleep(0.01)
     assert store.read("a.bin", 5) == b"small"
     assert reader.is_alive()

@@ -43,10 +43,11 @@ class RangeServer:
         port: default: a free one.
 
     Attributes:
-        url: of the folder.
+        url: of the folder; it has the port.
         requests: all that were made.
         sent: bytes of bodies.
         trips: requests that came while none was being answered.
+        most_together: the most that were being answered at a time.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class RangeServer:
     ) -> None:
         self.folder, self.latency, self.bandwidth, self.ranges = Path(folder), latency, bandwidth, ranges
         self.requests: list[Request] = []
-        self.sent = self.trips = self._answering = 0
+        self.sent = self.trips = self.most_together = self._answering = 0
         self._faults: list[tuple[str, str]] = []
         self._lock, self._free_at, self.stopping = threading.Lock(), 0.0, threading.Event()
         owner = self
@@ -69,7 +70,8 @@ class RangeServer:
             server_of = owner
 
         self._http = _Server(("127.0.0.1", port), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self.port = self._http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> RangeServer:
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
@@ -94,6 +96,12 @@ class RangeServer:
         with self._lock:
             self._faults += [(fault, match)] * times
 
+    @property
+    def faults(self) -> int:
+        """How many are still to come."""
+        with self._lock:
+            return len(self._faults)
+
     def heal(self) -> None:
         """No fault that is still to come, comes."""
         with self._lock:
@@ -106,6 +114,7 @@ class RangeServer:
             self.requests.append(Request(path, asked, fault))
             self.trips += not self._answering
             self._answering += 1
+            self.most_together = max(self.most_together, self._answering)
         return fault
 
     def _answered(self) -> None:
