@@ -19,6 +19,7 @@ from damage import rewrite_record, rewrite_state
 from fault_injection import in_child
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from inside import changes_of, files_of, storage_of
 from profiles import examples
 
 from memmap_buffer import ReplayBuffer, SchemaMismatchError, repair
@@ -87,8 +88,8 @@ class Life(RuleBasedStateMachine):
         sizes = {"capacity": 15} if kind == "steps" else {"max_episodes": 3} if kind == "few episodes" else {}
         self.buffer = make(self.folder, publish="step", spare_slots=4, **sizes)
         self.beside = Storage.open(self.folder, read_only=True)
-        self.followers = [Follower(storage) for storage in (self.buffer._storage, self.beside) for _ in range(3)]
-        self.value = 0
+        self.followers = [Follower(storage) for storage in (storage_of(self.buffer), self.beside) for _ in range(3)]
+        self.value = self.num_envs = 0
 
     @rule(length=st.integers(1, LENGTH), again=st.sampled_from([1, 1, 2, 9]))
     def store(self, length: int, again: int) -> None:
@@ -98,8 +99,9 @@ class Life(RuleBasedStateMachine):
 
     @rule(size=st.integers(1, 3), again=st.sampled_from([1, 2, 30]))
     def add(self, size: int, again: int) -> None:
-        if self.buffer._stream is not None and len(self.buffer._stream) != size:
+        if self.num_envs != size:
             self.buffer.end_episodes()
+        self.num_envs = size
         for _ in range(again):
             self.buffer.add(x=np.full(size, self.value))
 
@@ -126,7 +128,7 @@ class Life(RuleBasedStateMachine):
     def many_changes(self) -> None:
         """More than the folder's journal names."""
         for _ in range(12):
-            self.buffer._writer.begin().changed(np.zeros(100, np.int64))
+            files_of(self.buffer).changed(np.zeros(100, np.int64))
 
     @rule(which=st.integers(0, 5))
     def follow(self, which: int) -> None:
@@ -144,7 +146,7 @@ class Life(RuleBasedStateMachine):
         if not hasattr(self, "buffer"):
             return
         expected = shown_by(Storage.open(self.folder, read_only=True))
-        assert shown_by(self.buffer._storage) == expected
+        assert shown_by(storage_of(self.buffer)) == expected
         if not self.beside.num_damaged:
             assert shown_by(self.beside) == expected
 
@@ -167,7 +169,7 @@ def test_tables_that_others_hold_stay_as_they_were(tmp_path: Path) -> None:
     for step in range(60):
         buffer.add(x=np.full(2, step))
         if step % 3 == 0:
-            table = buffer._storage.refresh()
+            table = storage_of(buffer).refresh()
             tables.append((table, [table.visible.tolist(), *(column.tolist() for column in table.columns)]))
         for table, before in tables[-5:]:
             assert [table.visible.tolist(), *(column.tolist() for column in table.columns)] == before
@@ -175,15 +177,15 @@ def test_tables_that_others_hold_stay_as_they_were(tmp_path: Path) -> None:
 
 def test_who_is_many_steps_behind_follows_to_where_others_are(tmp_path: Path) -> None:
     buffer = make(tmp_path, publish="step", spare_slots=2, max_timesteps=5000)
-    follower = Follower(buffer._storage)
+    follower = Follower(storage_of(buffer))
     buffer.add(x=0.0)
     follower.follow()
     for step in range(REMEMBERED):
         buffer.add(x=float(step))
         assert buffer.num_steps == step + 2
-    account = buffer._storage.journal
+    account = storage_of(buffer).journal
     with account.lock:
-        assert account.follow(buffer._storage, follower.mark).slots is not None
+        assert account.follow(storage_of(buffer), follower.mark).slots is not None
     follower.follow()
     assert follower.shown() == [(0, 0, REMEMBERED + 1)]
 
@@ -225,7 +227,7 @@ def test_an_episode_whose_serial_stood_in_two_slots_comes_back_when_it_does_not(
     buffer = make(tmp_path, 3)
     reader = Storage.open(tmp_path, read_only=True)
     follower = Follower(reader)
-    files = buffer._writer.begin()
+    files = files_of(buffer)
     for serial, expected in ((0, [1]), (7, [0, 1, 7])):
         rewrite_record(tmp_path, 2, serial=serial)
         files.changed([2])
@@ -243,7 +245,7 @@ def test_an_older_episode_that_comes_back_is_shown_again(tmp_path: Path) -> None
     follower.follow()
     slot = int(reader.table.visible[-1])
     rewrite_record(tmp_path, slot, flags=reader.record(slot)["flags"] | DELETED)
-    buffer._writer.begin().changed([slot])
+    files_of(buffer).changed([slot])
     follower.follow()
     assert follower.shown() == shown_by(reader) == shown_by(Storage.open(tmp_path, read_only=True))
     assert [serial for serial, *_ in follower.shown()] == [0, 1, 2, 3, 4, 5]
@@ -255,11 +257,11 @@ def test_the_log_is_told_of_nothing_while_the_journal_is_locked(
     """A handler may hold a lock of its own, and wait for who shows a buffer, which reads the journal."""
     buffer = make(tmp_path, 3)
     rewrite_record(tmp_path, 2, serial=0)
-    buffer._writer.begin().changed([2])
+    files_of(buffer).changed([2])
     free: list[bool] = []
 
     def warning(*_: Any) -> None:
-        other = threading.Thread(target=lambda: free.append(buffer._storage.journal.lock.acquire(timeout=5)))
+        other = threading.Thread(target=lambda: free.append(storage_of(buffer).journal.lock.acquire(timeout=5)))
         other.start()
         other.join()
 
@@ -273,7 +275,7 @@ def test_who_finds_nothing_new_had_seen_all_that_was_published_before(
 ) -> None:
     """Also where another thread follows just while it looks."""
     buffer = make(tmp_path, 1)
-    storage = buffer._storage
+    storage = storage_of(buffer)
     draw = {"timestep_level": True, "prioritized": True}
     buffer.sample(2, **draw)
     store(buffer, 1)
@@ -303,7 +305,7 @@ def test_an_update_is_waited_for_by_who_only_follows(tmp_path: Path, monkeypatch
     reader.sample(2, **draw)
     reader.update_priorities([[0, 0], [1, 0]], [0.5, 0.25])
     before = reader.priorities([[0, 0], [1, 0]])
-    files = buffer._writer.begin()
+    files = files_of(buffer)
     barriers, readers, waits, done = files.barriers, [], threading.Event(), threading.Event()
 
     def sleep(seconds: float) -> None:
@@ -327,10 +329,10 @@ def test_an_update_is_waited_for_by_who_only_follows(tmp_path: Path, monkeypatch
 
 def test_a_full_buffer_that_refuses_an_episode_tells_nobody_of_a_change(tmp_path: Path) -> None:
     buffer = make(tmp_path, 6, circular=False)
-    before = buffer._storage.changes
+    before = changes_of(tmp_path)
     with pytest.raises(ValueError, match="is full"):
         store(buffer, 7)
-    assert buffer._storage.changes == before
+    assert changes_of(tmp_path) == before
 
 
 def test_a_forked_child_follows_whatever_other_threads_were_doing(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ import filelock
 import numpy as np
 import pytest
 from fault_injection import fork, in_child, listing, shown, system
+from inside import forgotten_lock_of
 
 from memmap_buffer import BufferLockedError, ReadOnlyError, ReplayBuffer, WriterLostError
 from memmap_buffer.format import folder
-from memmap_buffer.format import lock as lock_module
 
 FIELDS = {"x": ("float", 3), "reward": "float"}
 
@@ -175,7 +175,7 @@ def test_an_object_that_another_thread_is_collecting_does_not_keep_the_folder_fr
     """Its weak references are gone at once, its lock a moment later."""
     older = make(tmp_path)
     older.store_episode(**whole(1))
-    lock = lock_module._holders.pop(older._writer.lock._folder.lock_key())._lock
+    lock = forgotten_lock_of(older)
     later = threading.Timer(0.01, lock.release)
     later.start()
     newer = ReplayBuffer.from_folder(tmp_path)

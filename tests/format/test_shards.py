@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import fork
+from inside import folders_of
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -248,12 +249,12 @@ class TestNumbers:
         root = ConcatBuffer.from_root(tmp_path)
         batches = iter(root.dataloader(4, shuffle=True, seed=1, **STEPS))
         seen = rows(next(batches))
-        assert (root.shards, len(root.folders), len(root._folders.storages)) == ((0, 99_999), 2, 2)
+        assert (root.shards, len(root.folders), len(folders_of(root).storages)) == ((0, 99_999), 2, 2)
         shard(tmp_path, 500, 500)
         assert sorted(seen + [row for batch in batches for row in rows(batch)]) == [
             (number, serial, 0, number + serial) for number in (0, 99_999) for serial in range(6)
         ]
-        assert len(root._folders.storages) == 3
+        assert len(folders_of(root).storages) == 3
         assert made == []
 
     @pytest.mark.parametrize(
@@ -559,4 +560,4 @@ def test_a_number_that_no_shard_can_have_takes_no_memory(tmp_path):
     for number in (10**9, 2**62, -1):
         with pytest.raises(SchemaError, match=f"folder {number}: there is none of that number"):
             buffer.batch(np.array([[number, 0, 0]]), **STEPS)
-    assert len(buffer._folders.storages) == 2
+    assert len(folders_of(buffer).storages) == 2

@@ -18,6 +18,7 @@ import pytest
 from fault_injection import KILLED, in_child, listing, system
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import storage_of
 from profiles import examples
 from strategies import MEMORY, Churn, churns
 
@@ -436,9 +437,9 @@ def test_a_refresh_shares_what_did_not_change_and_leaves_earlier_tables_as_they_
         store(buffer, 1)
         with buffer.one_episode(m="open") as episode:
             episode.store(a=1, b=np.zeros((2, 2)))
-            before = buffer._storage.refresh()
+            before = storage_of(buffer).refresh()
             episode.store(a=2, b=np.zeros((2, 2)))
-            after = buffer._storage.refresh()
+            after = storage_of(buffer).refresh()
         assert after.serial is before.serial and after.visible is before.visible
         assert (before.length[before.visible].tolist(), after.length[after.visible].tolist()) == ([2, 1], [2, 2])
 
@@ -447,7 +448,7 @@ def test_episodes_side_by_side_are_not_copied_and_others_are_found_where_they_li
     with make(tmp_path / "a", circular=True) as buffer:
         for number in range(7):
             store(buffer, number, 1 + number % 3)
-            table = buffer._storage.refresh()
+            table = storage_of(buffer).refresh()
             assert table.of(table.serial, table.visible).tolist() == list(range(max(0, number - 2), number + 1))
             assert table.of(table.length, table.visible).tolist() == table.length[table.visible].tolist()
             assert (table.of(table.length, table.visible).base is not None) == (number not in (4, 5))

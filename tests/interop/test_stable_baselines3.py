@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside import open_episodes, transitions_of
 
 pytest.importorskip("stable_baselines3", reason="stable-baselines3 is not installed")
 import torch
@@ -83,7 +84,7 @@ def every(buffer: TheirBuffer, num_envs: int, monkeypatch: pytest.MonkeyPatch, e
 
 
 def ours(buffer: DiskReplayBuffer, env: Any = None) -> set[tuple[float, ...]]:
-    return rows(buffer._samples(buffer.disk.batch(**buffer._options), env))
+    return rows(transitions_of(buffer, env))
 
 
 @pytest.mark.parametrize("capacity", [30, 10**4])
@@ -177,7 +178,7 @@ def test_observations_that_are_no_numbers_go_on_and_zeros_keep_their_sign(tmp_pa
         buffer.add(*pair, np.zeros((1, 3)), np.zeros(1), np.zeros(1), [{}])
     buffer.disk.end_episodes()
     assert buffer.disk.episode_lens.tolist() == [3, 1]
-    ends = buffer.disk.batch(**buffer._options)["next_observation"][:, 0]
+    ends = transitions_of(buffer).next_observations[:, 0]
     assert ends.isnan().tolist() == [True, False, False, False] and ends.signbit().tolist()[2]
 
 
@@ -250,7 +251,7 @@ def test_goals_are_achieved_later_in_the_same_episode(tmp_path: Path, strategy: 
     model.learn(3, reset_num_timesteps=False)
     before = model.replay_buffer.size()
     model.replay_buffer.truncate_last_trajectory()  # what is open ends, and can be drawn
-    assert model.replay_buffer.size() >= before and model.replay_buffer.memory.over.all()
+    assert model.replay_buffer.size() >= before and not open_episodes(model.replay_buffer.disk)
 
 
 def test_what_cannot_be_is_told(tmp_path: Path) -> None:

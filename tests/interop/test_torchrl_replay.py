@@ -329,14 +329,14 @@ def test_what_is_stored_before_an_error_keeps_what_followed_it(tmp_path: Path, m
     (batch,) = collected(1, 12, 12)
     buffer = DiskReplayBuffer(tmp_path, 100, batch_size=4)
     buffer.extend(batch[:3])
-    extend = Episode._extend
+    extend = Episode.extend
 
-    def full(self: Episode, given: Any, count: int) -> None:
-        extend(self, {name: column[:2] for name, column in given.items()}, 2)
+    def full(self: Episode, **steps: Any) -> None:
+        extend(self, **{name: column[:2] for name, column in steps.items()})
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Episode, "_extend", full)
+        patched.setattr(Episode, "extend", full)
         with pytest.raises(OSError, match="full"):
             buffer.extend(batch[3:8])
     for _ in range(2):

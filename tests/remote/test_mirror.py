@@ -1,6 +1,5 @@
 """Published folders read by their URL: the same batches as from the folders, block by block, within a bound."""
 
-import gc
 import multiprocessing
 import os
 import pickle
@@ -11,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from inside import folders_of, give_back, mirror_of, mirrors_of, storage_of
+from inside import folders_of, give_back, look_at_the_boot, mirror_of, mirrors_of, storage_of
 
 from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, repair, verify
 from memmap_buffer.format.source import BLOCK
@@ -310,10 +309,8 @@ def test_after_another_boot_blocks_are_compared_with_their_digests(root, tmp_pat
         file.seek(5000)
         file.write(bytes(5000))
     monkeypatch.setattr("memmap_buffer.remote.blocks.boot_id", lambda: bytes(range(16)))
-    del one, mirror
-    gc.collect()
-    one = ReplayBuffer.from_folder(url, cache=tmp_path)
-    assert (mirror_of(one).blocks.words[:, COUNTER] & 1).all()
+    look_at_the_boot(mirror)
+    assert (mirror.blocks.words[:, COUNTER] & 1).all()
     equal(one.batch(timestep_level=True, fields=["state"]), expected)
 
 

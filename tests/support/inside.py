@@ -1,6 +1,7 @@
 """Parts of the library's objects that no public door shows, each named here alone: a rebuild changes this one place.
 
-A test asks for one of them only where neither a public method nor the files on the disk tell what it must know.
+A test asks for one of them only where neither a public method nor the files on the disk tell what it must know. What
+only some tests need is imported when it is asked for: others fork, which takes the longer the more was imported.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memmap_buffer import ConcatBuffer, ReplayBuffer
-from memmap_buffer.format import layout, syscalls
+from memmap_buffer.format import layout, lock, syscalls
 from memmap_buffer.format.folder import Folder
+from memmap_buffer.items import epoch
+from memmap_buffer.loading import prioritized
+from memmap_buffer.priority import anchor_priorities, kernels
+from memmap_buffer.priority.priorities import Priorities
 
 if TYPE_CHECKING:
     import pytest
+
+
+def around(patch: pytest.MonkeyPatch, place: Any, name: str, before: Any = None, after: Any = None) -> None:
+    """Work before or after each call of a function."""
+    real = getattr(place, name)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        if before is not None:
+            before()
+        value = real(*arguments, **options)
+        if after is not None:
+            after()
+        return value
+
+    patch.setattr(place, name, called)
+
 
 # What a folder is, and what is written to it
 
@@ -31,8 +53,14 @@ def storage_of(buffer: ReplayBuffer) -> Any:
 
 def slot_of(folder: Path, serial: int) -> int:
     """The slot of an episode, as the records on the disk tell it."""
-    (slots,) = np.nonzero(np.load(folder / "episodes.npy")["serial"] == serial)
+    records = np.load(folder / "episodes.npy")
+    (slots,) = np.nonzero((records["serial"] == serial) & (records["check"] != 0))  # 0: it was never used
     return int(slots[-1])
+
+
+def changes_of(folder: Path) -> int:
+    """The change counter, as the file tells it."""
+    return int(np.load(folder / "state.npy")["changes"].item())
 
 
 def take_lock(buffer: ReplayBuffer) -> None:
@@ -92,6 +120,22 @@ def next_serial(buffer: ReplayBuffer) -> int:
     return buffer._writer._slots.next
 
 
+def leave_out_serials(buffer: ReplayBuffer, count: int) -> None:
+    """Leave a gap of numbers before the next episode, as a ring leaves behind that lived for long."""
+    buffer._writer._slots.next += count
+
+
+def hand_on(buffer: ReplayBuffer, other: ReplayBuffer) -> None:
+    """Have another folder get the episodes that are open, as the next shard does."""
+    other._writer.begin()
+    buffer._writer.move_episodes(other._writer)
+
+
+def round_of(buffer: ReplayBuffer) -> Any:
+    """The part of `add` that stores a timestep of all environments together; None where each is written by itself."""
+    return None if buffer._stream is None else buffer._stream._round
+
+
 def publishing_turn_of(buffer: ReplayBuffer) -> Any:
     """The lock of the threads that hand on a shard to be published."""
     return buffer._publisher.turn
@@ -107,21 +151,25 @@ def let_go(buffer: ReplayBuffer) -> None:
     buffer._writer.close()
 
 
+def forgotten_lock_of(buffer: ReplayBuffer) -> Any:
+    """The lock of its folder, of which this process knows no more that it has it."""
+    holder = lock._holders.pop(buffer._writer.lock._folder.lock_key())
+    return holder._lock
+
+
+def transitions_of(memory: Any, env: Any = None) -> Any:
+    """All transitions of a replay buffer of Stable-Baselines3 on the disk, as it gives them to its algorithm."""
+    return memory._samples(memory.disk.batch(**memory._options), env)
+
+
 # Copies and what is published
 
 
 @contextmanager
 def after_each_call(patch: pytest.MonkeyPatch, module: str, name: str, work: Callable[[int], Any]) -> Iterator[None]:
     """`work(n)` after the n-th call of a function of `maintenance`, as if a writer did it meanwhile."""
-    place = import_module(f"memmap_buffer.maintenance.{module}")  # only now, as few tests need it
-    real, counted = getattr(place, name), itertools.count()
-
-    def slow(*arguments: Any) -> Any:
-        value = real(*arguments)
-        work(next(counted))
-        return value
-
-    patch.setattr(place, name, slow)
+    count = itertools.count()
+    around(patch, import_module(f"memmap_buffer.maintenance.{module}"), name, after=lambda: work(next(count)))
     yield
 
 
@@ -137,15 +185,7 @@ def after_each_copied_slot(patch: pytest.MonkeyPatch, work: Callable[[int], Any]
 
 def before_the_rest_is_asked_for(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> None:
     """Work before a snapshot asks whether the episodes that it has not have retired."""
-    from memmap_buffer.maintenance import snapshot
-
-    real = snapshot._retired
-
-    def late(*arguments: Any) -> bool:
-        work()
-        return real(*arguments)
-
-    patch.setattr(snapshot, "_retired", late)
+    around(patch, import_module("memmap_buffer.maintenance.snapshot"), "_retired", before=work)
 
 
 def publish_now(buffer: ReplayBuffer) -> None:
@@ -155,16 +195,12 @@ def publish_now(buffer: ReplayBuffer) -> None:
 
 def root_with_shards(store: Any, root: Any, new: dict[str, Any]) -> Any:
     """The list of a root at a URL with more shards, each with its head."""
-    from memmap_buffer.maintenance import publish
-
-    return publish._with_shards(store, root, new)
+    return import_module("memmap_buffer.maintenance.publish")._with_shards(store, root, new)
 
 
 def disk_sample_of(storage: Any) -> Any:
     """The timesteps by which the speed of a disk is measured."""
-    from memmap_buffer.maintenance import disk
-
-    return disk._Sample(storage)
+    return import_module("memmap_buffer.maintenance.disk")._Sample(storage)
 
 
 def sampled_rows(sample: Any, name: str) -> Any:
@@ -200,29 +236,24 @@ def retry(buffer: ConcatBuffer, tries: int) -> None:
 
 def before_asking_again(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> None:
     """Work after each request that failed, before it is known whether it is made again."""
-    from memmap_buffer.remote import objects
-
-    may_pass = objects._may_pass
-
-    def late(error: Exception) -> bool:
-        work()
-        return may_pass(error)
-
-    patch.setattr(objects, "_may_pass", late)
+    around(patch, import_module("memmap_buffer.remote.objects"), "_may_pass", before=work)
 
 
 def give_back(mirror: Any, block: int) -> bool:
     """Give the space of a block back, unless somebody is at it."""
-    from memmap_buffer.remote import cache
-
+    cache = import_module("memmap_buffer.remote.cache")
     with Folder(mirror.path).held() as folder:
         return cache._give_back(folder, mirror.blocks, mirror.files, block)
 
 
+def look_at_the_boot(mirror: Any) -> None:
+    """Look whether the machine was started since the blocks were noted, as who opens it does."""
+    mirror.blocks._begin_boot()
+
+
 def keep_blocks(patch: pytest.MonkeyPatch) -> None:
     """As where every block is in use, so that none can be given back."""
-    from memmap_buffer.remote import cache
-
+    cache = import_module("memmap_buffer.remote.cache")
     patch.setattr(cache.Cache, "_give_back", lambda self, size, keep: 0)
 
 
@@ -234,3 +265,168 @@ def forget_schemas() -> None:
 def num_schemas_parsed() -> int:
     """How many documents were parsed since they were forgotten."""
     return layout._schema_of.cache_info().misses
+
+
+# Batches on their way
+
+
+def begin_anew(buffer: ReplayBuffer, seed: int) -> None:
+    """Have what is drawn from now on follow from a seed."""
+    buffer._rng = np.random.default_rng(seed)
+
+
+def pool_lock(pool: Any) -> Any:
+    """The lock of a pool of memory."""
+    return pool._lock
+
+
+def blocks_at(arrivals: Any) -> set[Any]:
+    """The blocks of shared memory that the receiver of batches knows."""
+    return {block for _, block in arrivals._blocks}
+
+
+def blocks_kept(carrier: Any) -> set[Any]:
+    """The blocks of shared memory that the sender of batches keeps."""
+    return set(carrier._blocks._blocks)
+
+
+def sent_to_workers(loader: Any) -> Any:
+    """The dataset as the workers of a loader get it."""
+    return loader._processes.dataset
+
+
+def ranges_told(text: str) -> Any:
+    """The serials that a loader's state names, as ranges."""
+    return epoch._ranges(text)
+
+
+# Priorities
+
+
+def priorities_named(buffer: ReplayBuffer | ConcatBuffer, name: str = "td") -> Any:
+    """The priorities of a name, of all its folders."""
+    return buffer._priorities[name]
+
+
+def priorities_of(buffer: ReplayBuffer | ConcatBuffer, part: ReplayBuffer | None = None) -> Any:
+    """The priorities of the steps of one of its folders."""
+    return priorities_named(buffer).of(storage_of(part or buffer))
+
+
+def each_opened(named: Any) -> list[Any]:
+    """The priorities of each folder that are open."""
+    return [*named._opened.values()]
+
+
+def anchor_priorities_of(draws: Any) -> list[Any]:
+    """The priorities of the anchors of each folder that a sampler draws from."""
+    return [*draws._by_storage.values()]
+
+
+def before_weighing(draws: Any, work: Callable[[], Any]) -> Callable[[], None]:
+    """Work in each draw of a sampler before items are weighed, until the function that is given back is called."""
+    weigh = draws._weigh
+
+    def late(*arguments: Any) -> Any:
+        work()
+        return weigh(*arguments)
+
+    draws._weigh = late
+    return partial(setattr, draws, "_weigh", weigh)
+
+
+def map_anew(priorities: Any) -> None:
+    """Have a tree and its words read from new maps."""
+    priorities._load("as it is wanted")
+
+
+def nodes_of(tree: Any) -> Any:
+    """The nodes of a sum tree, the root first."""
+    return tree._heap
+
+
+def top_of(tree: Any) -> Any:
+    """The level of nodes whose sums are taken one after another."""
+    return tree._heap[tree._top : 2 * tree._top]
+
+
+def nodes_below_top(tree: Any) -> Any:
+    """The nodes from that level on."""
+    return tree._heap[tree._top :]
+
+
+def keys_of(tree: Any) -> Any:
+    """The words of a sum tree behind its nodes."""
+    return tree._keys.view(np.float64)
+
+
+def store_leaves_alone(trees: Any, of: Any, leaves: Any, priorities: Any) -> None:
+    """Store leaves of several trees, and none of their sums."""
+    trees._memory[trees._place(0, of, leaves)] = priorities
+
+
+def blocks_made_ready(nodes: Any, chosen: Any) -> set[int]:
+    """The blocks of a tree's file that are made ready for stores to some of its nodes."""
+    return set(nodes._with_above(np.unique(nodes._block(chosen))).tolist())
+
+
+def block_size(nodes: Any) -> int:
+    """The bytes of such a block."""
+    return 8 << nodes._bits
+
+
+def compiled_by(numba: Any, loop: Any) -> Any:
+    """A loop as numba compiles it, where it has no folder to keep machine code in."""
+    return kernels._compiled(numba, None, loop)
+
+
+def after_the_look_at_folders(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> None:
+    """Work in each draw by priority once it knows what its folders hold, before it draws."""
+    around(patch, prioritized.PrioritizedDraws, "_follow", after=work)
+
+
+def before_a_folder_is_followed(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> None:
+    """Work in each draw by priority before it looks at what a folder holds."""
+    around(patch, prioritized.PrioritizedDraws, "_followed_by", before=work)
+
+
+def before_the_draw(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> None:
+    """Work in each draw by priority before it draws."""
+    around(patch, prioritized.PrioritizedDraws, "_draw", before=work)
+
+
+def before_anchors_enter(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> None:
+    """Work before the tree of a view's anchors takes in those that came."""
+    around(patch, anchor_priorities.AnchorPriorities, "_enter", before=work)
+
+
+def before_errors_are_taken_in(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> None:
+    """Work before priorities are given the errors that all ranks have gathered."""
+    around(patch, prioritized, "_updated", before=work)
+
+
+def after_a_change_of_columns(patch: pytest.MonkeyPatch, buffer: ReplayBuffer) -> None:
+    """Have it look like one whose columns another thread has changed, once."""
+    others = iter([object()])
+    patch.setattr(type(buffer), "_settled", lambda self: next(others))
+
+
+def followed_items(draws: Any) -> int:
+    """How many items a sampler by priority knows, of the one folder, once it has looked."""
+    _, (priorities,) = draws._follow()
+    return priorities.count
+
+
+def count_cuts(priorities: Any, cut: Callable[..., Any], cuts: list[Any]) -> None:
+    """Have the tree of a view's anchors say, in a list, of what it cuts anchors."""
+    priorities._anchors._cut = lambda *of: cuts.append(of) or cut(*of)
+
+
+def leaves_of_anchors(priorities: Any) -> Any:
+    """(slots, t) of the anchors that a tree has, part by part."""
+    return priorities._each(priorities._anchors.runs())
+
+
+def forget_places(patch: pytest.MonkeyPatch) -> None:
+    """As where each value leads to a leaf that is no step, as the sums are damaged."""
+    patch.setattr(Priorities, "_at", lambda *_: None)
