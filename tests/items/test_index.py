@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import storage_of
 from profiles import examples
 from reference import Episode, Reference
 from strategies import MEMORY, Churn, assert_view, choices, churns, few, recorded, recordings
@@ -460,7 +461,7 @@ class TestCost:
         cost = {"all": {}, "some": {"x": (5, 1500)}}
         for name, conditions in cost.items():
             selection = Selection(Timestep(), filter_fields=conditions)
-            found = selection.index(Folders([buffer._storage]))
+            found = selection.index(Folders([storage_of(buffer)]))
             cost[name] = sum(part.nbytes for part in vars(found).values() if isinstance(part, np.ndarray))
         assert cost["some"] == cost["all"] <= 32 * 50 + 8
 
@@ -522,7 +523,7 @@ class TestCost:
                 churn.buffer.close()
 
     def test_only_episodes_that_changed_are_looked_at_again(self, buffer, monkeypatch):
-        reader = BatchReader(Folders([buffer._storage]), {"timestep_level": True, "filter_fields": {"x": (3, 20)}})
+        reader = BatchReader(Folders([storage_of(buffer)]), {"timestep_level": True, "filter_fields": {"x": (3, 20)}})
         reader.index()
         seen = []
         filtered = selection_module.filtered

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside import begin_anew, folders_of, storage_of
 from interruptions import interrupted
 
 from memmap_buffer import Field, NStep, Offsets, ReplayBuffer, Timestep, Trajectory, Window
@@ -65,7 +66,7 @@ def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, optio
     beside = ReplayBuffer.from_folder(tmp_path, read_only=True)
     followed = []
     for reader in (buffer, beside):
-        folders: Folders = reader._folders
+        folders: Folders = folders_of(reader)
         halves = {"one": 0.5, "other": 0.5}
         kinds = [Selection(view, min_episode_len=2 if view is VIEWS[0] else 1) for view in VIEWS]
         for selection in [*kinds, Selection(NStep(1), split=halves, part="one"), Selection(Timestep())]:
@@ -106,7 +107,7 @@ def test_many_environments_that_step_together_are_followed_in_one_pass(tmp_path:
     rng = np.random.default_rng(3)
     buffer = ReplayBuffer(tmp_path, 80, 40, FIELDS, capacity=300, publish="step", spare_slots=size)
     prioritized = {"timestep_level": True, "prioritized": True, "return_indices": True}
-    selection, folders, live = Selection(view), buffer._folders, LiveIndex(Selection(view), buffer._folders)
+    selection, folders, live = Selection(view), folders_of(buffer), LiveIndex(Selection(view), folders_of(buffer))
     for call in range(60):
         step = {"observation": rng.random((size, 2), dtype=np.float32), "step": np.full(size, call)}
         buffer.add(**step, terminated=rng.random(size) < 0.3 * (call % 6 == 0), truncated=np.zeros(size, np.bool_))
@@ -114,7 +115,7 @@ def test_many_environments_that_step_together_are_followed_in_one_pass(tmp_path:
         assert live.follow() and (call == 0 or live.made == made)
         folders.refresh()
         assert described(live) == described(selection.index(folders))
-        assert buffer._storage.journal.num_steps == buffer.num_steps
+        assert storage_of(buffer).journal.num_steps == buffer.num_steps
         assert buffer.sample(8, **prioritized)["_indices"].shape == (8, 2)
 
 
@@ -132,7 +133,8 @@ def test_batches_drawn_while_steps_are_added_are_those_of_a_reader_that_looks_at
         if call < 3:
             continue
         beside = ReplayBuffer.from_folder(tmp_path, read_only=True)
-        buffer._rng, beside._rng = (np.random.default_rng(call) for _ in range(2))
+        for one in (buffer, beside):
+            begin_anew(one, call)
         drawn, expected = (
             one.sample(32, n_steps=2, gamma=0.5, reward="step", return_indices=True) for one in (buffer, beside)
         )
@@ -159,14 +161,15 @@ def test_of_what_only_an_index_can_tell_batches_are_drawn_of_one(tmp_path: Path)
             )
             assert drawn is None or int(drawn["step"].min()) >= 3
     assert not LiveIndex.follows(
-        BatchReader(buffer._folders, {"timestep_level": True, "filter_fields": {"step": 3}}).selection, buffer._folders
+        BatchReader(folders_of(buffer), {"timestep_level": True, "filter_fields": {"step": 3}}).selection,
+        folders_of(buffer),
     )
 
 
 def test_an_index_that_was_interrupted_while_it_followed_is_made_anew(tmp_path: Path) -> None:
     buffer = ReplayBuffer(tmp_path, 40, 100, FIELDS, circular=True, publish="step", spare_slots=4)
     buffer.add(**STEP)
-    selection, folders = Selection(Timestep()), buffer._folders
+    selection, folders = Selection(Timestep()), folders_of(buffer)
     live = LiveIndex(selection, folders)
     assert live.follow()
     places = set()

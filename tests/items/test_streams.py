@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside import folders_of
 
 from memmap_buffer import ReplayBuffer, Window
 from memmap_buffer.items.live_index import LiveIndex
@@ -40,7 +41,7 @@ def test_whatever_is_stored_deleted_and_changed_items_run_on_in_their_stream(
     rng, length = np.random.default_rng(seed), [1, 5, 13][seed]
     buffer = ReplayBuffer(tmp_path, 12, 8, {"x": "int64"}, META, publish="step", spare_slots=4, circular=True)
     selection = Selection(Window(length, boundary="continue", stream=name))
-    live = LiveIndex(selection, buffer._folders)
+    live = LiveIndex(selection, folders_of(buffer))
     made_anew = 0
 
     def meta() -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import assert_same, flat, record_episode
 from damage import rewrite_record
+from inside import slot_of, storage_of
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -211,14 +212,14 @@ def test_what_is_being_rewritten_when_it_is_copied_is_looked_at_again(recorded):
     parts = list(buffer.dataloader(4, dataset=dataset).batch_sampler)
     assert all(len(dataset.__getitems__(part)) for part in parts)
     slot = int(parts[-1].anchors.slot[0])
-    rewrite_record(buffer._storage.path, slot, generation=3)
+    rewrite_record(buffer.folder, slot, generation=3)
     with pytest.raises(StaleEpisodeError, match="were overwritten"):
         dataset.__getitems__(parts[-1])
 
 
 def test_an_episode_that_fails_its_checksums_is_drawn_again_though_it_holds_what_is_no_text(recorded):
     recorded([4] * 9, max_episodes=9, max_timesteps=4).close()
-    layout = (storage := Storage(recorded((), max_episodes=9, max_timesteps=4)._storage.path)).layout
+    layout = (storage := Storage(recorded((), max_episodes=9, max_timesteps=4).folder)).layout
     with (storage.path / layout.arrays["text"].name).open("r+b") as file:
         file.seek(layout.row_offset("text", 5 * 4))
         file.write(b"\xff" * 4)
@@ -263,7 +264,7 @@ def test_an_episode_that_is_found_damaged_between_two_batches_is_not_drawn_any_m
     buffer = recorded([8] * 6)
     seen = {int(serial) for _ in range(8) for serial in buffer.sample(16, **STEPS)["_indices"][:, 0]}
     assert seen == set(range(6))
-    buffer._storage.void([(buffer._storage.refresh().visible[2], "has been damaged")])
+    storage_of(buffer).void([(slot_of(buffer.folder, 2), "has been damaged")])
     assert {int(serial) for _ in range(8) for serial in buffer.sample(16, **STEPS)["_indices"][:, 0]} == seen - {2}
 
 
@@ -280,7 +281,7 @@ def test_shares_are_exact_though_anchors_are_drawn_ahead(recorded, change):
 
 
 def test_the_same_seed_gives_the_same_batches_however_many_are_drawn_ahead(recorded):
-    path, batches = recorded(LENGTHS, name="other")._storage.path, []
+    path, batches = recorded(LENGTHS, name="other").folder, []
     for _ in range(2):
         torch.manual_seed(3)
         buffer = ReplayBuffer.from_folder(path, read_only=True)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from inside import folders_of
 from profiles import examples
 
 from memmap_buffer import (
@@ -101,7 +102,7 @@ def batches(buffer, how):
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("smaller", [False, True])
 def test_what_was_planned_is_read_from_the_shard_that_it_was_looked_up_in(root, how, smaller):
-    folders = ConcatBuffer.from_root(root)._folders
+    folders = folders_of(ConcatBuffer.from_root(root))
     reader = BatchReader(folders, {"return_indices": True, **OPTIONS[how]})
     index = reader.index()
     anchors = reader.crop(index.locate(np.arange(len(index))), lambda: np.random.default_rng(0))
@@ -146,7 +147,7 @@ def test_loaders_go_on_when_shards_become_smaller_ones(root, how):
 
 def test_what_a_filter_chose_of_a_shard_that_became_smaller_is_not_looked_for_in_it(root):
     buffer = ConcatBuffer.from_root(root)
-    reader = BatchReader(buffer._folders, {**OPTIONS["timesteps"], "filter_meta": {"task": lambda task: task >= 0}})
+    reader = BatchReader(folders_of(buffer), {**OPTIONS["timesteps"], "filter_meta": {"task": lambda task: task >= 0}})
     there = pickle.loads(pickle.dumps(reader))  # as in a worker, which cannot call it
     assert len(there.index()) == 36
     for number in range(3):
@@ -276,9 +277,9 @@ def test_a_record_that_is_forged_while_it_is_mapped_leads_to_no_row_of_another_s
 
 def test_maps_live_as_long_as_a_plan_and_no_longer(root):
     buffer = ConcatBuffer.from_root(root)
-    reader = BatchReader(buffer._folders, {"return_indices": True, **OPTIONS["timesteps"]})
+    reader = BatchReader(folders_of(buffer), {"return_indices": True, **OPTIONS["timesteps"]})
     gather = reader.build(reader.index().locate(np.arange(36)))
-    maps = [weakref.ref(storage.maps.rows["y"].base) for storage in buffer._folders.storages[1:]]
+    maps = [weakref.ref(storage.maps.rows["y"].base) for storage in folders_of(buffer).storages[1:]]
     for number in (1, 2):
         shutil.rmtree(root / f"shard-{number:05}")
     buffer.refresh()
@@ -294,7 +295,7 @@ def test_maps_live_as_long_as_a_plan_and_no_longer(root):
 
 def test_what_a_batch_reads_by_address_is_held_though_another_thread_put_it_in_the_place_of_its_own(root):
     """From Python 3.12 on two threads may each compute what is kept from then on, and one is thrown away."""
-    folders = ConcatBuffer.from_root(root)._folders
+    folders = folders_of(ConcatBuffer.from_root(root))
     reader = BatchReader(folders, {"return_indices": True, **OPTIONS["timesteps"]})
     index = reader.index()
     gather = reader.build(index.locate(np.arange(len(index))))
@@ -305,7 +306,7 @@ def test_what_a_batch_reads_by_address_is_held_though_another_thread_put_it_in_t
 
 
 def test_maps_that_two_threads_made_at_a_time_are_held_as_long_as_either_is_read(root, monkeypatch):
-    folders = ConcatBuffer(sorted(root.iterdir()))._folders
+    folders = folders_of(ConcatBuffer(sorted(root.iterdir())))
     reader = BatchReader(folders, {"return_indices": True, **OPTIONS["timesteps"]})
     anchors = reader.index().locate(np.arange(36))
     one, address_of = folders.storages[1], by_address.address_of
@@ -383,7 +384,7 @@ def test_a_slot_whose_record_is_damaged_in_the_shard_that_took_the_place_of_anot
     root, tmp_path_factory, how
 ):
     buffer = ConcatBuffer.from_root(root)
-    reader = BatchReader(buffer._folders, {"return_indices": True, **OPTIONS[how]})
+    reader = BatchReader(folders_of(buffer), {"return_indices": True, **OPTIONS[how]})
     index = reader.index()
     anchors = reader.crop(index.locate(np.arange(len(index))), lambda: np.random.default_rng(0))
     apart = shard(tmp_path_factory.mktemp("apart"), 1, life=1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import folders_of, pool_lock
 from profiles import examples
 
 from memmap_buffer import ConcatBuffer, ReplayBuffer
@@ -145,7 +146,7 @@ def test_threads_never_share_memory():
 def test_a_pool_that_is_busy_elsewhere_gives_fresh_memory_and_takes_back_later():
     pool = Pool()
     array = filled(pool, 1)
-    with pool._lock:  # as in a child that was forked in the middle, or a collection within `empty`
+    with pool_lock(pool):  # as in a child that was forked in the middle, or a collection within `empty`
         assert filled(pool, 2).shape == SHAPE
         start = address(array)
         del array
@@ -214,7 +215,7 @@ def test_a_forked_child_reads_in_memory_of_its_own(images):
     buffer, context = images(), multiprocessing.get_context("fork")
     held = buffer.sample(64, timestep_level=True)
     out = context.SimpleQueue()
-    with buffer._folders.pool._lock:  # another thread of the parent was in the middle
+    with pool_lock(folders_of(buffer).pool):  # another thread of the parent was in the middle
         child = context.Process(target=_sample_in_a_child, args=(buffer, out))
         child.start()
     child.join()
@@ -228,9 +229,9 @@ def test_a_batch_that_is_dropped_is_held_by_nobody(tmp_path):
             buffer.store_episode(image=np.zeros((20, 64, 64), np.uint8))
         for size in (300, 40, 40, 40, 40, 40, 40, 40):  # alone, then several as one until the last is handed out
             batch = buffer.sample(size, timestep_level=True)
-            assert buffer._folders.pool.lent > 0
+            assert folders_of(buffer).pool.lent > 0
             del batch
-        assert buffer._folders.pool.lent == 0
+        assert folders_of(buffer).pool.lent == 0
 
 
 def test_at_the_death_of_a_batch_no_line_runs_in_which_an_interruption_would_be_lost():

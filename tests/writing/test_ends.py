@@ -7,6 +7,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from fault_injection import system
+from inside import storage_of
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -48,7 +49,7 @@ def steps(*lengths, first=0.0, end="done"):
 
 
 def flags(buffer):
-    table = buffer._storage.refresh()
+    table = storage_of(buffer).refresh()
     return table.flags[table.visible]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import system
+from inside import hand_on, shows_steps, storage_of
 from interruptions import interrupted
 from ways import way_of
 
@@ -122,8 +123,8 @@ def test_a_member_that_ended_or_is_over_refuses_a_step_for_all(tmp_path: Path) -
 def lengths_shown(buffer: ReplayBuffer, group: Any) -> set[int]:
     """How many timesteps the open episodes have, and how many of them are shown."""
     lengths = {one.length for one in group.episodes}
-    if buffer._writer.how.publish == "step":
-        steps = buffer._storage.refresh()
+    if shows_steps(buffer):
+        steps = storage_of(buffer).refresh()
         slots = steps.visible[np.isin(steps.serial[steps.visible], [one.serial for one in group.episodes])]
         shown = steps.length[slots].tolist() or [0]
         assert len(shown) in (1, SIZE)
@@ -201,8 +202,7 @@ def test_after_an_interrupted_step_members_go_on_alone_and_in_another_folder(tmp
             group.store(**batch_of([1] * SIZE, PLAIN))
             places.add(str(interrupted(partial(group.store, **batch_of([2] * SIZE, PLAIN)), at)))
             if handed_on:
-                other._writer.begin()
-                buffer._writer.move_episodes(other._writer)
+                hand_on(buffer, other)
             else:
                 group.episodes[1].store(**step_of(7, PLAIN))
             group.store(**batch_of([8] * SIZE, PLAIN))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from damage import rewrite_state
 from fault_injection import KILLED, in_child, system
+from inside import take_lock
 from kill_writer import content, following, make, staged, steps
 from power import recording
 
@@ -97,7 +98,7 @@ def test_the_next_serial_is_on_record_before_anything_is_cleared(tmp_path, lost)
     died(folder)
     rewrite_state(folder, next=lost)
     with ReplayBuffer.from_folder(folder) as buffer:
-        buffer._writer.begin()
+        take_lock(buffer)
         assert Storage(folder).state("next") == 3
         buffer.clear()
         assert Storage(folder).state("base") == 3
@@ -183,7 +184,7 @@ def test_an_update_that_is_finished_for_a_dead_writer_reaches_the_disk_before_it
     assert in_child(write).status == KILLED
     with recording(folder) as recorder:
         before = len(recorder.log)
-        ReplayBuffer.from_folder(folder, durability="process")._writer.begin()
+        take_lock(ReplayBuffer.from_folder(folder, durability="process"))
         log = recorder.log[before:]
     record = max(i for i, done in enumerate(log) if done.kind == "write" and len(done.data) == 64)
     rows = {done.target: i for i, done in enumerate(log[:record]) if done.kind == "write" and done.target > 0}

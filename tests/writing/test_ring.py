@@ -17,6 +17,7 @@ import pytest
 from fault_injection import KILLED, in_child, system, without_barriers
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import files_of, take_lock
 from profiles import examples
 from reference import Episode, Reference
 from strategies import MEMORY, assert_indexed, assert_view
@@ -463,7 +464,7 @@ def test_a_writer_that_is_killed_at_any_operation_leaves_the_newest_steps(tmp_pa
 
         def work(tell: Callable[[Any], None], at: int = at, folder: Path = folder) -> None:
             buffer = ReplayBuffer.from_folder(folder, publish="step")
-            buffer._writer.begin()
+            take_lock(buffer)
             with system(at, kill=True, half=half):
                 work_of(buffer, tell)
 
@@ -511,7 +512,7 @@ def test_the_disk_has_what_is_visible_and_an_episode_an_environment(tmp_path: Pa
     sizes = {"max_timesteps": longest, "circular": True, "spare_slots": envs, "capacity": capacity}
     rng = np.random.default_rng(0)
     with ReplayBuffer(tmp_path, 5000, fields=fields, publish="step", **sizes) as buffer:
-        if not buffer._writer.begin().holes_are_harmless:
+        if not files_of(buffer).holes_are_harmless:
             pytest.skip("a tmpfs keeps what it has")
         image, most, left = np.ones((envs, row), np.uint8), 0, rng.integers(1, longest, envs)
         for t in range(10 * capacity // envs):

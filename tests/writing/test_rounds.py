@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import in_child
+from inside import changes_of, open_episodes, round_of, storage_of
 from interruptions import interrupted
 from ways import way_of
 
@@ -90,7 +91,7 @@ def test_what_is_stored_at_once_is_what_is_written_one_by_one(
                 if num_envs == 1 and call % 3 == 0:  # without an axis of environments
                     step = {key: value[0] for key, value in step.items()}
                 buffer.add(**step)
-                joint = None if buffer._stream is None else buffer._stream._round
+                joint = round_of(buffer)
                 together += joint is not None and joint.is_whole
             assert verify(tmp_path / name) == []
     assert 30 < together <= 150
@@ -192,7 +193,7 @@ def test_the_journal_names_the_slots_of_every_timestep(tmp_path: Path) -> None:
         step = timestep(0, 2, np.random.default_rng(0))
         for _ in range(2):
             buffer.add(**{**step, "terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)})
-        joint, storage = buffer._stream._round, buffer._storage
+        joint, storage = round_of(buffer), storage_of(buffer)
         for count in (1, 2, 5, 7, 120) * 40:  # round the journal several times, and across its end
             before, slots = storage.changes, np.random.default_rng(count).permutation(20)[:count]
             joint.files.changed(slots)
@@ -220,11 +221,11 @@ def test_counters_that_cannot_be_stored_to_are_written(
     rng, reader = np.random.default_rng(0), None
     with created(tmp_path, 2) as buffer:
         for call in range(6):
-            before = buffer._storage.changes
+            before = changes_of(tmp_path)
             buffer.add(**timestep(call, 2, rng))
             reader = reader or ReplayBuffer.from_folder(tmp_path, read_only=True)
-            assert buffer._storage.changes > before
-            assert buffer._storage.changes in words
+            assert changes_of(tmp_path) > before
+            assert changes_of(tmp_path) in words
             assert reader.num_steps == buffer.num_steps == 2 * (call + 1)
 
 
@@ -274,8 +275,8 @@ def test_where_stores_into_maps_are_no_writes_timesteps_are_written(tmp_path: Pa
     buffer = created(tmp_path, 2)
     for call in range(4):
         buffer.add(**{**timestep(call, 2, rng), **plain})
-    assert buffer._stream is not None
-    assert buffer._stream._round is None
+    assert open_episodes(buffer)
+    assert round_of(buffer) is None
     assert contents(tmp_path)[0]["reward"] == [0, 1, 2, 3] * 2
 
 
@@ -291,7 +292,7 @@ def test_space_is_given_back_only_after_readers_were_told(tmp_path: Path, monkey
     monkeypatch.setattr(WriteHandles, "give_back", watched)
     with created(tmp_path, 2, capacity=30) as buffer:
         for call in range(120):
-            seen.append(buffer._storage.changes)
+            seen.append(changes_of(tmp_path))
             buffer.add(**timestep(call, 2, rng))
     assert len(told) > 5
     assert all(told)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside import slot_of
 
 from memmap_buffer import ReplayBuffer, Schema
 from memmap_buffer.format.episode_table import EpisodeTable
@@ -46,7 +47,7 @@ def test_a_fresh_buffer_fills_from_slot_0_and_a_full_ring_goes_round(tmp_path):
         slots = []
         for number in range(8):
             buffer.store_episode(x=[number])
-            slots.append(int(buffer._storage.refresh().visible[-1]))
+            slots.append(slot_of(tmp_path, number))
     assert slots == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
