@@ -15,6 +15,22 @@ import torch
 from damage import packed
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from inside import (
+    after_a_change_of_columns,
+    after_the_look_at_folders,
+    anchor_priorities_of,
+    before_a_folder_is_followed,
+    before_anchors_enter,
+    before_errors_are_taken_in,
+    before_the_draw,
+    count_cuts,
+    followed_items,
+    leaves_of_anchors,
+    priorities_named,
+    priorities_of,
+    samplers_of,
+    storage_of,
+)
 from profiles import examples
 
 from memmap_buffer import (
@@ -521,7 +537,7 @@ def test_the_tree_on_the_disk_is_drawn_from_as_it_is_where_every_step_can_be(tmp
         ({"view": Window(3, 2)}, AnchorPriorities),
     ]:
         buffer.sample(1, prioritized=True, **options)
-        assert isinstance(next(reversed(buffer._samplers.values()))._by_storage[buffer._storage], kind)
+        assert isinstance(anchor_priorities_of(samplers_of(buffer)[-1])[-1], kind)
 
 
 def test_an_n_step_draw_turns_to_a_tree_of_its_own_when_a_step_has_no_successor(tmp_path):
@@ -905,7 +921,7 @@ def test_draws_and_updates_of_several_folders_are_those_of_arrays(tmp_path, opti
             slow.follow(part)
         items, masses = [], []
         for number, (part, slow) in enumerate(zip(parts, slows, strict=True)):
-            table = part._storage.refresh()
+            table = storage_of(part).refresh()
             slots = dict(zip(table.serial[table.visible].tolist(), table.visible.tolist(), strict=True))
             anchors = sorted(anchors_of(part, options), key=lambda item: (slots[item[0]], item[1]))
             items.append([(number, *anchor) for anchor in anchors])
@@ -953,18 +969,16 @@ def test_what_a_thread_stores_between_the_look_at_folders_and_the_draw_is_that_o
     tmp_path, monkeypatch, options, how
 ):
     parts, slows = [make(tmp_path / name, (5, 4, 6)) for name in "ab"], [Slow(how), Slow(how)]
-    both, follow, stored = ConcatBuffer(parts), prioritized.PrioritizedDraws._follow, []
+    both, stored = ConcatBuffer(parts), []
     for part, slow in zip(parts, slows, strict=True):
         slow.follow(part)
 
-    def followed(self, *steps):
-        found = follow(self, *steps)
+    def update():
         if not stored:
             stored.append(both.update_priorities([[0, 0, 2], [1, 1, 1], [1, 2, 0]], [50, 60, 0.1]))
-        return found
 
     both.sample(1, prioritized=how, **options)
-    monkeypatch.setattr(prioritized.PrioritizedDraws, "_follow", followed)
+    after_the_look_at_folders(monkeypatch, update)
     both.sample(1, prioritized=how, **options)
     assert stored == [0]
     slows[0].update([(0, 2)], [50])
@@ -1000,7 +1014,9 @@ def test_folders_of_any_size_without_episodes_and_without_priorities_are_drawn_f
     both, rng, expected, told, errors = ConcatBuffer(parts), np.random.default_rng(0), {}, [], []
     with pytest.raises(NotEnoughDataError, match="folder 0 has nothing to give its share"):
         ConcatBuffer(parts, [1] * len(parts)).sample(4, prioritized=how, **options)
-    assert [one._storage.layout.slots * one.max_timesteps < 8 for one in parts] == [n == "tiny" for n in names]
+    assert [(one.max_episodes + one.spare_slots) * one.max_timesteps < 8 for one in parts] == [
+        n == "tiny" for n in names
+    ]
     both.sample(1, prioritized=how, **options)
     for number, (name, part) in enumerate(zip(names, parts, strict=True)):
         if len(part):
@@ -1126,17 +1142,16 @@ def test_an_interruption_between_the_ends_of_an_update_leaves_no_item_behind(tmp
 
 def test_a_draw_after_one_that_was_interrupted_is_of_all_anchors(tmp_path, monkeypatch):
     """Also where nothing has changed since: what the tree of anchors was about to take in is known to nobody else."""
-    buffer, enter, options = make(tmp_path, (5, 4)), AnchorPriorities._enter, {"view": Window(3, boundary="drop")}
+    buffer, options = make(tmp_path, (5, 4)), {"view": Window(3, boundary="drop")}
     buffer.sample(1, prioritized=True, **options)
     publish(buffer, 6)
 
-    def interrupted(self, gone, come):
+    def interrupted():
         raise KeyboardInterrupt("before they are taken in")
 
-    monkeypatch.setattr(AnchorPriorities, "_enter", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="before they are taken in"):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="before they are taken in"):
+        before_anchors_enter(patch, interrupted)
         buffer.sample(1, prioritized=True, **options)
-    monkeypatch.setattr(AnchorPriorities, "_enter", enter)
     batch = buffer.sample(64, prioritized=True, **options)
     np.testing.assert_allclose(batch["_probabilities"], 1 / (3 + 2 + 4), rtol=1e-6)
 
@@ -1152,36 +1167,34 @@ def test_a_step_that_comes_between_the_look_at_the_folder_and_the_draw_is_not_dr
     options = {"n_steps": 1, "prioritized": Prioritized(alpha=1.0, epsilon=0.0)}
     buffer.sample(1, **options)
     buffer.update_priorities([[0, t] for t in range(4)], [1e-9] * 4)
-    draw, threads = prioritized.PrioritizedDraws._draw, []
+    threads = []
 
     def record():
         buffer.add(number=1, t=0, reward=1, terminated=False, o=[1, 0])
-        buffer._priorities["td"].only.follow()
+        priorities_of(buffer).follow()
 
-    def late(*arguments):
+    def meanwhile():
         threads.append(threading.Thread(target=record))
         threads[-1].start()
         threads[-1].join(0.3)
-        return draw(*arguments)
 
-    monkeypatch.setattr(prioritized.PrioritizedDraws, "_draw", late)
+    before_the_draw(monkeypatch, meanwhile)
     assert set(buffer.sample(64, **options)["number"].tolist()) == {0}
     threads[0].join()
     assert buffer.priorities([[1, 0]]).tolist() == [1.0]
 
 
 def test_a_first_draw_beside_a_change_of_the_columns_waits_for_no_one_who_waits_for_it(tmp_path, monkeypatch):
-    buffer, followed_by, threads = make(tmp_path, (5, 6)), prioritized.PrioritizedDraws._followed_by, []
+    buffer, threads = make(tmp_path, (5, 6)), []
     buffer.update_priorities([[0, 0]], [2.0])
 
-    def late(*arguments, **options):
+    def meanwhile():
         if not threads:
             threads.append(threading.Thread(target=buffer.add_field, args=["more", ("int", (), 7)], daemon=True))
             threads[0].start()
             threads[0].join(0.5)
-        return followed_by(*arguments, **options)
 
-    monkeypatch.setattr(prioritized.PrioritizedDraws, "_followed_by", late)
+    before_a_folder_is_followed(monkeypatch, meanwhile)
     draw = threading.Thread(target=buffer.sample, args=[8], kwargs={"prioritized": True, **STEP}, daemon=True)
     draw.start()
     draw.join(60)
@@ -1213,13 +1226,13 @@ def test_threads_draw_from_the_same_folders_in_another_order_beside_updates(tmp_
         thread.join(120)
     assert not errors and not any(thread.is_alive() for thread in threads)
     for number, part in enumerate(parts):
-        tree = views[0]._priorities["td"].of(part._storage).tree
+        tree = priorities_of(views[0], part).tree
         np.testing.assert_allclose(tree.total, tree.get(np.arange(tree.leaves)).sum(), rtol=1e-12, err_msg=str(number))
 
 
 def test_locks_of_several_are_let_go_of_where_one_of_them_is_interrupted(tmp_path):
     parts = [make(tmp_path / name, (5,)) for name in "abc"]
-    each = [Priorities.open(part._storage, "td") for part in parts]
+    each = [Priorities.open(storage_of(part), "td") for part in parts]
 
     class Interrupted:
         def acquire(self):
@@ -1263,7 +1276,7 @@ class Told(Ranks):
 def shared(buffer, ranks):
     """A buffer whose priorities ranks share."""
     buffer.sample(1, prioritized=True, **STEP)
-    buffer._priorities["td"].ranks = ranks
+    priorities_named(buffer).ranks = ranks
     return buffer
 
 
@@ -1274,7 +1287,7 @@ def test_a_rank_whose_indices_are_none_lets_no_other_wait(tmp_path, indices):
     buffer = shared(ConcatBuffer([tmp_path / "a", tmp_path / "b"]), Told())
     with pytest.raises(SchemaError, match="nothing was changed on any rank: rank 0: "):
         buffer.update_priorities(indices, [1.0])
-    assert len(buffer._priorities["td"].ranks.gathered) == 1
+    assert len(priorities_named(buffer).ranks.gathered) == 1
     buffer.flush()
 
 
@@ -1323,18 +1336,17 @@ def test_a_shard_that_goes_before_its_priorities_are_opened_is_gone_or_the_new_o
 
 
 def test_errors_are_gathered_once_though_columns_change_before_they_are_taken_in(tmp_path, monkeypatch):
-    buffer, updated, settled = shared(make(tmp_path, (5,)), Told()), prioritized._updated, iter([object()])
+    buffer = shared(make(tmp_path, (5,)), Told())
     failures = iter([SchemaMismatchError("columns changed")])
 
-    def late(*given):
+    def fail_once():
         for failure in failures:
             raise failure
-        return updated(*given)
 
-    monkeypatch.setattr(prioritized, "_updated", late)
-    monkeypatch.setattr(type(buffer), "_settled", lambda self: next(settled))
+    before_errors_are_taken_in(monkeypatch, fail_once)
+    after_a_change_of_columns(monkeypatch, buffer)
     assert buffer.update_priorities([[0, 2]], [4.0]) == 0
-    assert len(buffer._priorities["td"].ranks.gathered) == 1, "the other rank does not gather again"
+    assert len(priorities_named(buffer).ranks.gathered) == 1, "the other rank does not gather again"
     np.testing.assert_allclose(buffer.priorities([[0, 2]]), (4.0 + 1e-6) ** 0.6, rtol=1e-6)
 
 
@@ -1502,14 +1514,14 @@ def test_a_draw_after_an_appended_step_looks_at_the_slots_that_changed_and_at_no
     fields = {"number": [0, 0], "reward": [0, 0], "o": np.zeros((2, 2))}
     buffer.add(**fields, t=[0, 0], terminated=[False, False])
     buffer.sample(8, prioritized=True, **options)
-    (sampler,) = buffer._samplers.values()
+    (sampler,) = samplers_of(buffer)
     for t in range(1, 8):
         buffer.add(**fields, t=[t, t], terminated=[False, False])
         with monkeypatch.context() as patch:
             patch.setattr(Storage, "refresh", None)
             patch.setattr(journal, "columns_of", None)
-            _, (found,) = sampler._follow()
-        assert found.count == len(anchors_of(buffer, options))
+            count = followed_items(sampler)
+        assert count == len(anchors_of(buffer, options))
 
 
 # Errors that are given with the steps
@@ -1623,16 +1635,16 @@ def test_a_tree_that_follows_steps_one_by_one_is_the_one_that_is_made_anew(tmp_p
             continue
         cuts.clear()
         batch = buffer.sample(16, n_steps=3, prioritized=True)
-        (sampler,) = buffer._samplers.values()
-        (one,) = sampler._by_storage.values()
+        (sampler,) = samplers_of(buffer)
+        (one,) = anchor_priorities_of(sampler)
         by_steps += step > 3 and not cuts
-        cut = partial(sampler.reader.selection.runs_of, 0, buffer._storage)
-        one._anchors._cut = lambda *of, cut=cut: cuts.append(of) or cut(*of)
-        other = AnchorPriorities(buffer._storage, one.steps, sampler.how, sampler.reader.selection.view, cut)
+        cut = partial(sampler.reader.selection.runs_of, 0, storage_of(buffer))
+        count_cuts(one, cut, cuts)
+        other = AnchorPriorities(storage_of(buffer), one.steps, sampler.how, sampler.reader.selection.view, cut)
         other.follow(None)
         assert one.count == other.count
         assert one.total == pytest.approx(other.total)
-        for leaves in zip(*(each._each(each._anchors.runs()) for each in (one, other)), strict=True):
+        for leaves in zip(*map(leaves_of_anchors, (one, other)), strict=True):
             mine, fresh = (set(zip(*np.stack(pair).tolist(), strict=True)) for pair in leaves)
             assert mine == fresh
         buffer.update_priorities(batch["_indices"], rng.random(16) + 0.5)
@@ -1656,13 +1668,13 @@ def test_of_a_ring_of_steps_exactly_the_items_that_are_left_are_drawn(tmp_path, 
         batch = buffer.sample(256, prioritized=how, **options)
         assert set(drawn(batch)) <= {*items}
         assert len(set(drawn(batch))) > len({*items}) // 3
-        sampler = next(sampler for sampler in buffer._samplers.values() if sampler.reader.prioritized is not None)
-        (one,) = sampler._by_storage.values()
+        sampler = next(sampler for sampler in samplers_of(buffer) if sampler.reader.prioritized is not None)
+        (one,) = anchor_priorities_of(sampler)
         assert one.count == len(items)
         errors = rng.random(256) + 0.5
         buffer.update_priorities(batch["_indices"], errors)
-        priorities = buffer._priorities["td"].of(buffer._storage)
-        table = buffer._storage.refresh()
+        priorities = priorities_of(buffer)
+        table = storage_of(buffer).refresh()
         left = [(int(table.serial[s]), t) for s in table.visible for t in range(table.start[s], table.length[s])]
         assert priorities.num_steps == len(left) <= 14
         total = buffer.priorities(left).sum()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import coded_folder
 import numpy as np
 import pytest
+from inside import storage_of
 
 from memmap_buffer import ConcatBuffer, Field, Offsets, ReplayBuffer, Window
 from memmap_buffer.format.folder import disk_reads, will_need
@@ -218,7 +219,7 @@ def test_what_this_thread_has_the_disk_read_is_counted(tmp_path):
 
 
 def test_any_rows_of_a_field_can_be_asked_for(buffer):
-    for rows in buffer._storage.maps.rows.values():
+    for rows in storage_of(buffer).maps.rows.values():
         for first, stop in ((0, 0), (0, 1), (0, len(rows)), (len(rows) - 1, len(rows)), (3, len(rows) + 5)):
             will_need(rows, [(first, stop)])
     assert buffer.episode(2)["t"].tolist() == list(range(7))
@@ -254,7 +255,7 @@ def blobs_of(storage, name):
 @pytest.mark.parametrize("kind", ["grid", "dense"])
 def test_the_blobs_of_a_batch_are_asked_for_and_no_others(asked_blobs, kind):
     with ReplayBuffer.from_folder(coded_folder.example(kind), read_only=True) as buffer:
-        storage = buffer._storage
+        storage = storage_of(buffer)
         chosen = buffer.sample(6, view=Window(2, fields=("frame", "noise"), boundary="drop"), return_indices=True)
         slots = {int(storage.table.serial[slot]): slot for slot in storage.table.visible.tolist()}
         wanted = set()
@@ -270,7 +271,7 @@ def test_the_blobs_of_a_window_are_asked_for_before_it_is_read(asked_blobs, monk
     monkeypatch.setattr(read_ahead.Disk, "ask", lambda self, builder: None)
     with ReplayBuffer.from_folder(coded_folder.example(), read_only=True) as buffer:
         list(buffer.dataloader(8, timestep_level=True, fields=["frame"], **BLOCK))
-        storage = buffer._storage
+        storage = storage_of(buffer)
         data, parts = blobs_of(storage, "frame")
         for slot, length in enumerate(coded_folder.LENGTHS):
             first = storage.start_of("frame", slot)
@@ -283,6 +284,6 @@ def test_what_a_spoilt_index_says_is_not_asked_for(tmp_path, asked_blobs):
     index[:30] = [[0, 0], [2**63, 9], [2**64 - 1, 2**32 - 1], [5, 2**32 - 2], [2**40, 2**20]] * 6
     with ReplayBuffer.from_folder(folder, read_only=True) as buffer:
         rows = np.arange(30)
-        read_ahead.ask_for_blobs(buffer._storage, "noise", rows, rows + 1, 0)
-        read_ahead.ask_for_blobs(buffer._storage, "noise", rows, rows + 3, 0)
+        read_ahead.ask_for_blobs(storage_of(buffer), "noise", rows, rows + 1, 0)
+        read_ahead.ask_for_blobs(storage_of(buffer), "noise", rows, rows + 3, 0)
     assert sum(map(len, asked_blobs.values())) < 100

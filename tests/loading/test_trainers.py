@@ -202,4 +202,4 @@ def test_a_compiled_step_takes_batches_as_they_are(buffer, names):
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     for batch in buffer.dataloader(8, n_steps=3, drop_last=True, shuffle=True, seed=1, to_named_tuple=names):
         torch.testing.assert_close(compiled(batch), loss(batch))
-    torch._dynamo.reset()
+    torch.compiler.reset()

@@ -12,6 +12,7 @@ import torch
 from conftest import assert_same, flat
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import blocks_at, blocks_kept
 from profiles import examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import default_collate
@@ -269,9 +270,9 @@ def test_both_sides_know_the_same_blocks_and_a_new_epoch_begins_with_none():
         arrivals, hoard = Arrivals(shipments(tasks, carrier), tasks, pin=False), []
         for i, batch in enumerate(arrivals):
             hoard = [*hoard, batch] if i % 30 else []
-            assert {block for _, block in arrivals._blocks} == set(carrier._blocks._blocks)
+            assert blocks_at(arrivals) == blocks_kept(carrier)
     carrier.__getitems__(Task(99, [[1]]))
-    assert len(carrier._blocks._blocks) == 1
+    assert len(blocks_kept(carrier)) == 1
 
 
 def test_a_failing_batch_raises_in_its_own_place_and_the_others_of_its_task_still_come():

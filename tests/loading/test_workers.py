@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same, flat
+from inside import sent_to_workers
 from torch.utils.data import DataLoader
 
 from memmap_buffer import ConcatBuffer, ReplayBuffer, StaleEpisodeError, Timestep, Window
@@ -247,7 +248,7 @@ def test_workers_of_a_loader_are_started_without_the_index(recorded):
         buffer = recorded([2] * count, name=name, max_episodes=200)
         made = loader(buffer, 1, timestep_level=True)
         next(iter(made.dataset))
-        sizes.append(len(pickle.dumps(made._processes.dataset)))
+        sizes.append(len(pickle.dumps(sent_to_workers(made))))
     assert abs(sizes[0] - sizes[1]) < 64
 
 

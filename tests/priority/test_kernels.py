@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from conftest import COMPILED, LOOPS, assert_same
+from inside import compiled_by, nodes_of, priorities_of, top_of
 
 from memmap_buffer import NStep, Prioritized, Timestep, Window
 from memmap_buffer.priority import kernels
@@ -65,7 +66,7 @@ def test_loops_store_and_find_what_numpy_does_to_the_last_bit(leaves, loops):
         plain.put(chosen, values)
         with going_by(loops):
             quick.put(chosen, values)
-        np.testing.assert_array_equal(quick._heap, plain._heap)
+        np.testing.assert_array_equal(nodes_of(quick), nodes_of(plain))
         if plain.total > 0:
             assert_found_alike(plain, quick, loops, spread(100, plain.total, rng, stratified=True))
 
@@ -111,7 +112,7 @@ def test_machine_code_that_can_be_kept_nowhere_is_compiled_for_this_process_alon
                 raise RuntimeError("cannot cache function: no locator available")
             return lambda loop: ("compiled", loop)
 
-    assert kernels._compiled(Numba, None, kernels.put) == ("compiled", kernels.put)
+    assert compiled_by(Numba, kernels.put) == ("compiled", kernels.put)
 
 
 def test_the_loops_are_known_by_their_file_alone_as_the_kept_machine_code_is():
@@ -167,13 +168,13 @@ def test_an_interrupt_while_sums_are_taken_leaves_none_that_are_half_done():
     one = two_trees(3000, 2)[0]
     with going_by(LOOPS._replace(accumulate=interrupted)), pytest.raises(KeyboardInterrupt, match="stopped"):
         _ = one.total
-    assert one.total == one._heap[one._top : 2 * one._top].cumsum()[-1]
+    assert one.total == top_of(one).cumsum()[-1]
 
 
 def test_sums_that_were_taken_while_another_thread_updated_are_not_kept(recorded):
     buffer = recorded([3, 4])
     buffer.sample(1, timestep_level=True, prioritized=Prioritized())
-    priorities = buffer._priorities["td"].of(buffer._storage)
+    priorities = priorities_of(buffer)
     buffer.update_priorities(np.array([[0, 0]]), np.array([3.0]))
     other = threading.Thread(target=buffer.update_priorities, args=(np.array([[1, 1]]), np.array([9.0])))
 
@@ -186,7 +187,7 @@ def test_sums_that_were_taken_while_another_thread_updated_are_not_kept(recorded
         _ = StepPriorities(priorities).total
         other.join()
     one = priorities.tree
-    assert one.total == one._heap[one._top : 2 * one._top].cumsum()[-1]
+    assert one.total == top_of(one).cumsum()[-1]
 
 
 # Episodes

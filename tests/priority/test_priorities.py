@@ -24,6 +24,19 @@ import pytest
 from fault_injection import KILLED, fork, in_child, operations_of, system, without_barriers
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from inside import (
+    anchor_priorities_of,
+    before_weighing,
+    each_opened,
+    forget_places,
+    map_anew,
+    nodes_of,
+    priorities_named,
+    priorities_of,
+    samplers_of,
+    storage_of,
+    store_leaves_alone,
+)
 from mounts import fill, on_ext4, on_tmpfs
 from profiles import examples
 
@@ -608,7 +621,7 @@ def test_sums_that_are_nonsense_are_found_when_a_draw_meets_them(tmp_path, caplo
     make(tmp_path, 6, 6, 6, 6, max_timesteps=1000)
     priorities = opened(tmp_path)
     update(priorities, [(0, 1)], [3])
-    priorities.tree._heap[priorities.tree.capacity + 17] = 5.0  # a leaf of no step
+    nodes_of(priorities.tree)[priorities.tree.capacity + 17] = 5.0  # a leaf of no step
     priorities.tree.refresh(np.array([17]))
     t = priorities.find(np.linspace(0, priorities.tree.total, 200))[2]
     assert (t < 6).all()
@@ -633,7 +646,7 @@ def test_a_tree_that_could_not_be_made_anew_is_made_anew_by_the_next_call(tmp_pa
     priorities = opened(tmp_path)
     update(priorities, [(0, 1)], [3])
     priorities.checkpoint()
-    monkeypatch.setattr(Priorities, "_at", lambda *_: None)
+    forget_places(monkeypatch)
     with system(1, error=errno.ENOSPC), pytest.raises(OSError, match="No space left"):
         priorities.find(np.zeros(1))
     assert update(priorities, [(0, 2)], [8]) == 0
@@ -658,7 +671,7 @@ def test_arrays_whose_places_are_told_stay_until_others_are(tmp_path):
     with priorities.lock:
         places.follow([priorities])
         pairs, tree = weakref.ref(priorities.pair_words.base), weakref.ref(priorities.tree)
-        priorities._load("as it is wanted")
+        map_anew(priorities)
         assert pairs() is not None and tree() is not None
         assert pairs() is not priorities.pair_words.base and tree() is not priorities.tree
         priorities.follow()
@@ -674,7 +687,7 @@ def test_a_forked_child_never_makes_the_tree_of_its_parent_anew(tmp_path, kind, 
     before = os.stat(tmp_path / "priority" / "td.npy").st_ino
 
     def work(_):
-        monkeypatch.setattr(Priorities, "_at", lambda *_: None)
+        forget_places(monkeypatch)
         with pytest.raises(WriterLostError, match="a forked child does not own the priorities 'td'"):
             priorities.find(np.zeros(1))
 
@@ -692,26 +705,25 @@ def test_a_child_that_is_forked_while_a_thread_draws_waits_for_nobody(tmp_path):
     for buffer in (buffers[0], ConcatBuffer(buffers)):
         draw = partial(buffer.sample, 4, prioritized=True, timestep_level=True, format="numpy")
         draw()
-        (draws,) = buffer._samplers.values()
-        inside, done, weigh = threading.Event(), threading.Event(), draws._weigh
-        each = in_turn(one.steps for one in draws._by_storage.values())
+        (draws,) = samplers_of(buffer)
+        inside, done = threading.Event(), threading.Event()
+        each = in_turn(one.steps for one in anchor_priorities_of(draws))
 
-        def wait(*arguments, weigh=weigh, inside=inside, done=done, each=each):
+        def wait(inside=inside, done=done, each=each):
             def stay():
                 inside.set()
                 assert done.wait(60)
 
             while_locked(each, stay)
-            return weigh(*arguments)
 
-        draws._weigh = wait
+        go_on = before_weighing(draws, wait)
         thread = threading.Thread(target=draw)
         thread.start()
         assert inside.wait(60)
 
-        def work(tell, draw=draw, draws=draws, weigh=weigh):
+        def work(tell, draw=draw, go_on=go_on):
             signal.alarm(20)  # which ends it
-            draws._weigh = weigh
+            go_on()
             tell(len(draw()["x"]))
 
         child = in_child(work)
@@ -857,7 +869,7 @@ def begun(root):
 
 def shown_by(buffer):
     """(serial, t) of every step."""
-    table = buffer._storage.refresh()
+    table = storage_of(buffer).refresh()
     return {(int(table.serial[s]), t) for s in table.visible for t in range(table.start[s], table.length[s])}
 
 
@@ -889,7 +901,7 @@ def test_errors_of_folders_whose_last_one_has_lost_the_episode_count_for_the_oth
 def half_stored(trees, of, leaves, priorities):
     """The first half of an update's leaves."""
     half = len(of) // 2
-    trees._memory[trees._place(0, of[:half], leaves[:half])] = priorities[:half]
+    store_leaves_alone(trees, of[:half], leaves[:half], priorities[:half])
 
 
 @pytest.mark.usefixtures("both_ways")
@@ -914,8 +926,8 @@ def test_a_kill_between_two_stores_to_several_trees_is_seen_and_mended_in_each(
 
     def work(_):
         both = begun(tmp_path)
-        (opened_here,) = both._priorities.values()
-        for one in opened_here._opened.values():
+        opened_here = priorities_named(both)
+        for one in each_opened(opened_here):
             one.keep_changes()
         both.update_priorities([[i, 0, 1] for i in range(4)], [3] * 4)
         opened_here.checkpoint()
@@ -1054,9 +1066,8 @@ def test_two_threads_update_folders_that_another_process_records_and_the_sums_of
         thread.join(120)
     assert not any(thread.is_alive() for thread in threads)
     assert (failed, status) == ([], 0)
-    (several,) = views[0]._priorities.values()
     for buffer in each:
-        got = consistent(several.of(buffer._storage))
+        got = consistent(priorities_of(views[0], buffer))
         assert got.keys() == shown_by(buffer) and set(got.values()) <= {1.0, *powered([0.25, 4, 9])}
 
 

@@ -8,6 +8,7 @@ from conftest import COMPILED, LOOPS
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from inside import keys_of, nodes_below_top, nodes_of
 from profiles import examples
 
 from memmap_buffer import NotEnoughDataError, SchemaError, SumTree
@@ -195,7 +196,7 @@ def ways(request, monkeypatch, no_loops):
 def test_several_trees_are_to_the_last_bit_what_each_is_by_itself(leaves, ways):
     rng = np.random.default_rng(len(leaves))
     alone = [tree_of(count, rng.integers(0, 5, count) + (np.arange(count) == 3), minima=False) for count in leaves]
-    trees = [SumTree(np.concatenate([one._heap, one._keys.view(np.float64)]), one.leaves) for one in alone]
+    trees = [SumTree(np.concatenate([nodes_of(one), keys_of(one)]), one.leaves) for one in alone]
     several = SumTrees(trees)
     for turn in range(6):
         totals = several.totals()
@@ -220,7 +221,7 @@ def test_several_trees_are_to_the_last_bit_what_each_is_by_itself(leaves, ways):
             for tree in (trees[-1], alone[-1]):
                 tree.put(np.array([turn]), np.array([7.0]))
         for tree, one in zip(trees, alone, strict=True):
-            np.testing.assert_array_equal(tree._heap[tree._top :], one._heap[one._top :])
+            np.testing.assert_array_equal(nodes_below_top(tree), nodes_below_top(one))
 
 
 def test_of_a_tree_without_priorities_a_leaf_of_zero_is_found_and_no_other_memory_is_read(ways):

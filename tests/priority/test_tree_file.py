@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import block_size, blocks_made_ready
 
 from memmap_buffer import ReplayBuffer, SchemaError
 from memmap_buffer.format import host
@@ -36,11 +37,11 @@ def test_all_that_a_store_to_a_leaf_changes_lies_in_the_blocks_that_are_made_rea
         patch.setattr(tree_file, "PAGE_BITS", data.draw(st.integers(5, 9)))
         one, _ = made(tmp_path_factory.mktemp("tree"), leaves, minima)
     first = capacity_of(leaves)
-    ready = set(one._with_above(np.unique(one._block(chosen + first))).tolist())
+    ready, size = blocks_made_ready(one, chosen + first), block_size(one)
     above = np.unique(np.concatenate([(chosen + first) >> STEP * level for level in range(1, 12)]))
     stored = [chosen + first, above, *([above + 2 * first] if minima else [])]
     for node in np.concatenate(stored).tolist():
-        assert (HEADER + 8 * node) // (8 << one._bits) in ready
+        assert (HEADER + 8 * node) // size in ready
     one.close()
 
 
