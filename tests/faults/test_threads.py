@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import fork, shown, without_barriers
-from inside import storage_of, turn_of
+from inside import before_priorities_are_opened, storage_of, turn_of
 from interruptions import PACKAGE
 
 from memmap_buffer import (
@@ -338,12 +339,16 @@ def test_who_has_read_since_another_added_a_field_may_still_not_write(tmp_path):
         record(reader, 0, 1)
 
 
-def test_the_first_draws_by_priority_of_several_threads_share_one_tree(tmp_path):
+def test_the_first_draws_by_priority_of_several_threads_share_one_tree(tmp_path, monkeypatch):
+    opened: list[None] = []
+    before_priorities_are_opened(monkeypatch, lambda: opened.append(time.sleep(0.01)))
     for i in range(20):
         with make(tmp_path / f"{i}") as buffer:
             record(buffer, 0, 5)
             draw = partial(buffer.sample, 4, prioritized=Prioritized(), **STEP)
+            opened.clear()
             assert together(*[draw] * 4) == []
+            assert len(opened) == 1
             buffer.update_priorities([[4, 2]], [1e15])  # so that nothing else is drawn any more
             assert draw()["_indices"].tolist() == [[4, 2]] * 4
             other = ReplayBuffer.from_folder(tmp_path / f"{i}")

@@ -83,6 +83,11 @@ def open_episodes(buffer: ReplayBuffer) -> list[Any]:
     return buffer._writer.lock.episodes.every()
 
 
+def most_open_episodes(buffer: ReplayBuffer) -> int:
+    """How many episodes its folder's writer counts as open; some may be over."""
+    return len(buffer._writer.lock.episodes)
+
+
 # What batches are drawn from
 
 
@@ -306,6 +311,11 @@ def ranges_told(text: str) -> Any:
 def priorities_named(buffer: ReplayBuffer | ConcatBuffer, name: str = "td") -> Any:
     """The priorities of a name, of all its folders."""
     return buffer._priorities[name]
+
+
+def before_priorities_are_opened(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> None:
+    """Work each time that priorities of a name are opened."""
+    around(patch, prioritized.NamedPriorities, "open", before=work)
 
 
 def priorities_of(buffer: ReplayBuffer | ConcatBuffer, part: ReplayBuffer | None = None) -> Any:
