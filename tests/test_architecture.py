@@ -43,6 +43,8 @@ NOT_YET = {  # on the public names alone; no module may be added
 } | {"interop.stable_baselines3", "interop.torchrl", "interop.torchrl_replay"}
 VAGUE = {"found", "one", "known", "given", "held", "told", "left"}  # of what, a name should say
 NO_THING = re.compile(r"(What|Which|Those|One|The same)\b")  # at the begin of a docstring
+# Of named tuples, of Python itself, of displays in notebooks, of Stable-Baselines3.
+OF_OTHERS = {"_asdict", "_fields", "_replace", "_exit", "_is_owned", "_repr_html_", "_repr_png_", "_get_samples"}
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 
@@ -323,6 +325,39 @@ def test_names_and_docstrings_say_of_what_they_are(of_a_source: Callable[[ast.AS
     assert sum(len([*of_a_source(parse(source))]) for source in source_files().values()) == count
 
 
+# The tests
+
+
+def is_private(name: str) -> bool:
+    """Whether a name, or the last part of a dotted one, is for its own module alone."""
+    last = name.rpartition(".")[2]
+    return last.startswith("_") and not last.startswith("__") and last not in OF_OTHERS
+
+
+def private_attributes_taken(tree: ast.AST) -> Iterator[str]:
+    """Attributes with an underscore that are taken of others, rather than of `self`."""
+    for node in ast.walk(tree):
+        private = isinstance(node, ast.Attribute) and is_private(node.attr)
+        if private and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            yield node.attr
+
+
+def private_names_taken(tree: ast.AST) -> Iterator[str]:
+    """Names with an underscore that are imported, or asked for or replaced by `monkeypatch.setattr` and its like."""
+    yield from (name for module, name in imports(tree) if module.split(".")[0] == NAME and is_private(name))
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(("setattr", "getattr", "delattr")):
+            texts = [argument.value for argument in call.args[:2] if isinstance(argument, ast.Constant)]
+            yield from (text for text in texts if isinstance(text, str) and is_private(text))
+
+
+@pytest.mark.parametrize(("of_a_source", "count"), [(private_attributes_taken, 0), (private_names_taken, 0)])
+def test_tests_speak_to_public_names(of_a_source: Callable[[ast.AST], Iterator[str]], count: int) -> None:
+    """What they must know of the inside stands in tests/support/inside.py. The numbers only go down."""
+    files = [path for path in sorted(parts.TESTS.rglob("*.py")) if path.parent.name != "support"]
+    assert sum(len([*of_a_source(parse(path.read_text()))]) for path in files) == count
+
+
 def test_lines_of_code_are_counted_without_docstrings_comments_and_empty_lines() -> None:
     count = runpy.run_path(str(PACKAGE.parent / "scripts" / "size"))["lines_of_code"]
     code = ["x = 1  # one", "def f(a,", "      b):", "    return (a,", "        b)"]
@@ -424,6 +459,10 @@ def test_the_checks_of_single_modules_find_what_they_must() -> None:
     source = "class A:\n    'What is.'\n    def f():\n        'One of.'\n    def g():\n        'Ones of.'"
     assert [*docstrings_without_a_thing(parse(source))] == ["A", "f"]
     assert methods_named("class A:\n    def __del__(self): ...", "__del__") == [2]
+    source = "self._a = b._c._d\nsuper()._e\nf.__class__\ng._fields\ncls._h()"
+    assert sorted(private_attributes_taken(parse(source))) == ["_c", "_d"]
+    source = "from memmap_buffer.low import _a, b\npatch.setattr(c, '_d', '_e')\nsetattr('c._f', g)\nfrom x import _h"
+    assert [*private_names_taken(parse(source))] == ["_a", "_d", "c._f"]
 
 
 @pytest.mark.parametrize("entry", [*parts.QUICK, *parts.LATER, *parts.LIGHT])

@@ -215,15 +215,14 @@ def test_checksums_are_of_rows_that_stayed_while_they_were_summed(root, tmp_path
     far, lost = ReplayBuffer.from_folder(f"file://{root}/far/shard-00000", cache=tmp_path), []
 
     def bring_and_lose(wanted):
-        taken, mirror = bring(wanted), far._storage.mirror
+        taken, mirror = bring(wanted), mirror_of(far)
         if len(lost) < 2:
-            with Folder(mirror.path).held() as folder:
-                local = np.flatnonzero(mirror.blocks.words[:, LOCAL])
-                lost.append([give_back(folder, mirror.blocks, mirror.files, block) for block in local.tolist()])
+            local = np.flatnonzero(mirror.blocks.words[:, LOCAL])
+            lost.append([give_back(mirror, block) for block in local.tolist()])
         return taken
 
     monkeypatch.setattr("memmap_buffer.remote.mirror.bring", bring_and_lose)
-    storage = far._storage
+    storage = storage_of(far)
     assert storage.check(storage.table.visible) == []
     assert len(lost) == 2
     assert all(any(given) for given in lost)
