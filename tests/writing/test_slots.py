@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside import slot_of
+from inside import slot_of, storage_of
 
 from memmap_buffer import ReplayBuffer, Schema
 from memmap_buffer.format.episode_table import EpisodeTable
 from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.records import GENERATION
 from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.slots import SlotAllocator
 
@@ -187,3 +188,12 @@ def test_an_allocator_of_what_is_on_the_disk_lets_the_same_steps_leave(tmp_path)
             left.append(sorted(buffer.batch(timestep_level=True)["x"].tolist()))
         buffer.close()
     assert left[:5] == left[5:]
+
+
+def test_an_episode_beyond_max_episodes_leaves_a_ring_of_steps_for_good(tmp_path):
+    with ReplayBuffer(tmp_path, 2, 10, {"x": "int"}, circular=True, capacity=20, spare_slots=2) as buffer:
+        for i in range(3):
+            buffer.store_episode(x=[i] * 3)
+        void = storage_of(buffer).maps.words[:, GENERATION] & 1
+        assert np.count_nonzero(void) == 1
+        assert [episode["x"].tolist() for episode in buffer] == [[1] * 3, [2] * 3]
