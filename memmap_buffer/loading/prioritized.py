@@ -279,10 +279,6 @@ class PrioritizedDraws:
         """The items that can be drawn."""
         return len(self.reader.index(refresh=True))
 
-    @property
-    def _path(self) -> object:
-        return self.reader.folders.storages[0].path
-
     def _follow(self, steps: Priorities | None = None) -> tuple[IntArray, list[AnyPriorities]]:
         """The numbers of the folders, and the priorities of the anchors of each, as of now; steps: of the only one."""
         if self.reader.folders.single and self.reader.selection.by_episode:
@@ -415,7 +411,8 @@ class PrioritizedDraws:
 
     def _require_some(self, total: float) -> float:
         if not total > 0:
-            raise NotEnoughDataError(f"{self._path}: nothing to draw: every item has priority 0", episodes=0)
+            path = self.reader.folders.storages[0].path
+            raise NotEnoughDataError(f"{path}: nothing to draw: every item has priority 0", episodes=0)
         return total
 
     def _require_all(self, totals: FloatArray) -> None:

@@ -241,6 +241,7 @@ class StepPriorities:
 
     def __init__(self, priorities: Priorities, anchors: SlotAnchors | None = None) -> None:
         self.steps, self._anchors = priorities, anchors
+        self.find = priorities.find  # the anchors at values of the cumulative sum
 
     def follow(self, runs: Runs | None) -> bool:
         """See the episodes that exist; returns whether every step is an anchor still."""
@@ -289,10 +290,6 @@ class StepPriorities:
             self.steps.keep_minima()
             return self.steps.tree.minimum
 
-    def find(self, values: FloatArray) -> Drawn:
-        """The anchors at values of the cumulative sum."""
-        return self.steps.find(values)
-
 
 class AnchorPriorities:
     """The priorities of any anchors, in a tree in memory.
@@ -307,6 +304,7 @@ class AnchorPriorities:
     Attributes:
         steps: `priorities`.
         like_steps: whether the leaf of an anchor is that of its step.
+        seen: up to which change of the steps these are taken in.
     """
 
     def __init__(
@@ -337,10 +335,10 @@ class AnchorPriorities:
         # Of each leaf the timestep of its anchor, where several items have the same one, and each has a leaf.
         self._t = np.zeros(self._leaves_needed, np.int32) if view.repeats else None
         self.unfinished = False
-        self._seen = 0
+        self.seen = 0
         if priorities is not None:
             priorities.keep_changes()
-            self._seen = priorities.num_changes
+            self.seen = priorities.num_changes
         self._sorted: FloatArray | None = None
         self._unsorted = 0
 
@@ -374,7 +372,7 @@ class AnchorPriorities:
     @property
     def behind(self) -> bool:
         """Whether steps have other priorities since these were taken in."""
-        return self.steps is not None and self.steps.num_changes != self._seen
+        return self.steps is not None and self.steps.num_changes != self.seen
 
     @property
     def count(self) -> int:
@@ -479,7 +477,7 @@ class AnchorPriorities:
         assert self.steps is not None
         with self.steps.lock:  # others update them
             seen, changes = self.steps.num_changes, self.steps.changes
-            behind = seen - self._seen
+            behind = seen - self.seen
             return None if behind > len(changes) else [changes[i] for i in range(-behind, 0)], seen
 
     def catch_up(self) -> None:
@@ -494,11 +492,7 @@ class AnchorPriorities:
         if whole:
             for slots, t in self._each(self._anchors.runs(np.unique(np.concatenate(whole)))):
                 self._put(slots, t)
-        self.caught_up(seen)
-
-    def caught_up(self, seen: int) -> None:
-        """The changes of steps are taken in up to that one."""
-        self._seen = seen
+        self.seen = seen
 
     def _update(self, slots: IntArray, t: IntArray) -> None:
         """Give the anchors that some steps belong to their priorities again."""
@@ -674,7 +668,7 @@ class SeveralAnchors:
                 behind[i].unfinished = True
             self._put(np.repeat(of, [len(some) for some in slots]), np.concatenate(slots), np.concatenate(t))
             for i, upto in seen.items():
-                behind[i].caught_up(upto)
+                behind[i].seen = upto
                 behind[i].unfinished = False
 
     def _put(self, of: IntArray, slots: IntArray, t: IntArray) -> None:

@@ -159,7 +159,7 @@ class SumTree:
             if len(nodes) >= MANY:
                 nodes = nodes[np.concatenate([[True], nodes[1:] != nodes[:-1]])]
             eight = self._below.take(nodes, axis=0)
-            self._heap[nodes] = _paired(_paired(_paired(eight.reshape(-1))))
+            self._heap[nodes] = _sums_of_eight(eight.reshape(-1))
             if self.minima:
                 keys = _keys_of(eight) if number == 0 else self._keys_below.take(nodes, axis=0)
                 self._keys[nodes] = keys.max(axis=1)
@@ -181,7 +181,7 @@ class SumTree:
         if not self._summed_up:
             nodes = self._heap[self._top : 2 * self._top]
             for above in self._above:
-                nodes = _paired(_paired(_paired(nodes)))
+                nodes = _sums_of_eight(nodes)
                 above[: len(nodes)] = nodes
             self._summed_up = True
 
@@ -290,7 +290,7 @@ class SumTrees:
         """(T,) the sum of each tree."""
         for tree in self.trees:
             tree.sum_up()
-        return _paired(_paired(_paired(bytes_at(self._last, 8 * WIDTH).view(np.float64))))
+        return _sums_of_eight(bytes_at(self._last, 8 * WIDTH).view(np.float64))
 
     def get(self, of: IntArray, leaves: IntArray) -> FloatArray:
         """The priorities of leaves (B,) of the trees `of` (B,)."""
@@ -317,7 +317,7 @@ class SumTrees:
                 there = self._heights.take(of) > level
                 of, leaves = of[there], leaves[there]
             eight = self._eight(level - 1, of, leaves >> STEP * level)
-            self._memory[self._place(level, of, leaves >> STEP * level)] = _paired(_paired(_paired(eight)))
+            self._memory[self._place(level, of, leaves >> STEP * level)] = _sums_of_eight(eight)
 
     def find(self, of: IntArray, values: FloatArray) -> tuple[IntArray, FloatArray]:
         """`SumTree.find` of values (B,) in the trees `of` (B,), after `totals`; a priority of 0 only where all are."""
@@ -371,6 +371,13 @@ def with_zeros(priorities: FloatArray) -> FloatArray:
 def _paired(sums: FloatArray) -> FloatArray:
     """(2 * K,) sums of neighbours, (K,). Flat, as numpy takes a loop for each row of a few columns."""
     return sums[::2] + sums[1::2]
+
+
+def _sums_of_eight(nodes: FloatArray) -> FloatArray:
+    """Nodes (8 * K,) as the sums (K,) of each eight, pair by pair."""
+    for _ in range(STEP):
+        nodes = nodes[::2] + nodes[1::2]
+    return nodes
 
 
 def _chosen(eight: FloatArray, left_over: FloatArray, first: IntArray, careful: bool) -> IntArray:
