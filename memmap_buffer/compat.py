@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from memmap_buffer import ConcatBuffer, ReadOnlyError, ReplayBuffer, Schema, SchemaError
-from memmap_buffer.dtypes import check_count
-from memmap_buffer.paths import AnyPath
+from memmap_buffer.adapters import AnyPath, check_count
 
 if TYPE_CHECKING:
     from typing_extensions import Self

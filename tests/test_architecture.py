@@ -37,10 +37,11 @@ LATER = {
 ROOF = {"__main__", "compat"}
 DOORS = {"", "adapters"}  # public: what is behind them knows nothing of them
 EDGES = {"cli", "memmap_replay_buffer", "interop"}  # they stand before the doors
-NOT_YET = {  # on the public names alone; no module may be added
-    f"interop.{name}"
-    for name in ("d3rlpy", "jax", "lightning", "online", "ray", "record", "rllib", "rllib_offline", "rows", "skrl")
-} | {"interop.stable_baselines3", "interop.torchrl", "interop.torchrl_replay"}
+OF_TRAINERS = {  # of the objects of d3rlpy, Stable-Baselines3 and torchrl, which have no public name for them
+    *("_failure_return", "_gamma", "_n_frames", "_n_steps", "_step_reward", "_maybe_cast_dtype"),
+    *("_pin_memory", "_replay_lock", "_storage", "_transform"),
+}
+ADAPTERS = {"interop.d3rlpy", "interop.stable_baselines3", "interop.torchrl_replay"}  # of these trainers
 VAGUE = {"found", "one", "known", "given", "held", "told", "left"}  # of what, a name should say
 NO_THING = re.compile(r"(What|Which|Those|One|The same)\b")  # at the begin of a docstring
 # Of named tuples, of Python itself, of displays in notebooks, of Stable-Baselines3.
@@ -217,13 +218,13 @@ def private_attributes(source: str) -> set[str]:
 
 
 def edges(package: str) -> list[str]:
-    return [name for name in SOURCES if name.startswith(f"{package}.") and name not in NOT_YET]
+    return [name for name in SOURCES if name.startswith(f"{package}.")]
 
 
 @pytest.mark.parametrize("name", edges("interop"))
 def test_neighbours_stand_on_the_public_names_alone(name: str) -> None:
     assert private_names(SOURCES[name], "interop") == []
-    assert private_attributes(SOURCES[name]) == set()
+    assert private_attributes(SOURCES[name]) <= (OF_TRAINERS if name in ADAPTERS else set())
 
 
 @pytest.mark.parametrize("name", edges("cli"))

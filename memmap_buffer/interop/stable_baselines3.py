@@ -93,10 +93,10 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         self._fields["action"] = Field(self._maybe_cast_dtype(action_space.dtype), (self.action_dim,))
         self.memory = TrainerMemory(folder, self.buffer_size * n_envs, n_envs, publish=self.publish, **options)
         self.disk = self.memory.open({**self._fields, "reward": "float", TERMINATED: "bool", TRUNCATED: "bool"})
-        self._options = self._draws()
+        self._options = self.draws()
         self._count()
 
-    def _draws(self) -> dict[str, Any]:
+    def draws(self) -> dict[str, Any]:
         """The options of `disk.sample`."""
         draws: dict[str, Any] = {"n_steps": self.n_steps, "next_fields": (OBSERVATION,)}
         several = {"current_fields": (OBSERVATION, "action"), "sequence_fields": ("reward", TERMINATED)}
@@ -257,9 +257,9 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         how = (device, n_envs, optimize_memory_usage, handle_timeout_termination)
         super().__init__(buffer_size, observation_space, action_space, *how, folder=folder, **options)
 
-    def _draws(self) -> dict[str, Any]:
+    def draws(self) -> dict[str, Any]:
         how: dict[str, Any] = {"strategy": self.goal_selection_strategy.name.lower(), "prob": self.her_ratio}
-        return {**super()._draws(), "hindsight": Hindsight(self._rewards, **how)}
+        return {**super().draws(), "hindsight": Hindsight(self._rewards, **how)}
 
     def _rewards(self, achieved: Array, goals: Array, _: Any) -> Array:
         assert self.env is not None, "set_env gives it, as load_replay_buffer does"
