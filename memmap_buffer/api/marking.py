@@ -67,7 +67,12 @@ class Markable:
         chosen = None if read_only else kept if marks is None else str(path_of(marks))
         title = title or ", ".join(storage.path.name for storage in storages[:3]) + ", …" * (len(storages) > 3)
         source = cast("ReplayBuffer | ConcatBuffer", self)
-        return Page(source, title, reward=reward, rate=rate, marks=chosen, host=host, port=port)
+        return Page(source, title, places=self._places, reward=reward, rate=rate, marks=chosen, host=host, port=port)
+
+    def _places(self) -> dict[str, str]:
+        """The paths or URLs of the folders, by number, of a single one by ""."""
+        folders = self._folders.by_number(self._folders.tables)
+        return {"" if self._folders.single else str(number): str(storage.where) for number, storage, _ in folders}
 
     def _may_mark(self, storage: Storage) -> bool:
         return storage.mirror is None and not (self._folders.single and self.read_only)

@@ -9,6 +9,7 @@ page are loaded at the start, and names of episodes and fields are looked up.
 from __future__ import annotations
 
 import secrets
+import shlex
 import socket
 import sys
 import threading
@@ -64,6 +65,7 @@ class Page:
     Args:
         buffer: the source.
         title: of the page.
+        places: the paths or URLs of the folders, by number, of a single one by "".
         reward: the field whose sum is the return.
         rate: steps a second; None: as an import kept them, else 10.
         marks: the file of the marks; "" for that of each folder; None: there are none.
@@ -83,6 +85,7 @@ class Page:
         buffer: ReplayBuffer | ConcatBuffer,
         title: str,
         *,
+        places: Callable[[], dict[str, str]],
         reward: str = "reward",
         rate: float | None = None,
         marks: str | None = None,
@@ -97,7 +100,7 @@ class Page:
         token, port = secrets.token_urlsafe(24), listening.getsockname()[1]
         own = socket.gethostname() if host in ANY else f"[{host}]" if ":" in host else host
         self.address = f"http://{own}:{port}/{token}/"
-        self._answers = Answers(buffer, title, reward, rate or recorded_rate(buffer) or RATE, marks)
+        self._answers = Answers(buffer, title, places, reward, rate or recorded_rate(buffer) or RATE, marks)
         app = Guard(
             self._answers.app(), token, {f"{name}:{port}" for name in (own, "localhost", LOOPBACK)}, host in ANY
         )
@@ -183,9 +186,15 @@ class Answers:
     """The answers to what the page asks for; arguments as for `Page`."""
 
     def __init__(
-        self, buffer: ReplayBuffer | ConcatBuffer, title: str, reward: str, rate: float, marks: str | None
+        self,
+        buffer: ReplayBuffer | ConcatBuffer,
+        title: str,
+        places: Callable[[], dict[str, str]],
+        reward: str,
+        rate: float,
+        marks: str | None,
     ) -> None:
-        self.buffer, self.title, self.rate = buffer, title, rate
+        self.buffer, self.title, self.places, self.rate = buffer, title, places, rate
         self.list = EpisodeList(buffer, reward, marks)
         self.reader = EpisodeReader(buffer)
         self.checks = Checks(self.list, [name for name, kind in self.reader.kinds.items() if kind == "curve"])
@@ -223,7 +232,8 @@ class Answers:
     def info(self, request: Request) -> Response:
         columns = {name: values.dtype.kind for name, values in self.list.columns.items()}
         facts = {"title": self.title, "columns": columns, "fields": self.reader.kinds, "reward": self.list.reward}
-        return _json({**facts, "rate": self.rate, "marks": self.list.marks is not None})
+        places = {name: shlex.quote(place) for name, place in self.places().items()}
+        return _json({**facts, "rate": self.rate, "places": places, "marks": self.list.marks is not None})
 
     def version(self, request: Request) -> Response:
         total = len(self.list.columns["serial"])  # looks at what was published

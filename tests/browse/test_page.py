@@ -234,6 +234,7 @@ def test_shards_behind_a_url_are_shown_without_marks(
     page.click(".tabulator-row >> nth=0")
     page.wait_for_selector(".pane .curves figure >> nth=3")
     page.keyboard.press("b")
+    assert page.text_content(".pane .rerun") == f"memmap-buffer view file://{tmp_path}/root/data 7"
     assert page.query_selector("#problem:not([hidden])") is None
 
 
@@ -249,6 +250,7 @@ def test_a_root_of_shards_is_one_table(tmp_path: Path, tab: Callable[..., Any]) 
     page.wait_for_selector(".pane .curves figure >> nth=3")
     page.keyboard.press("b")
     page.wait_for_selector("#table .labels .bad")
+    assert page.text_content(".pane .rerun") == f"memmap-buffer view {tmp_path}/shard-00001 1"
     assert {*ConcatBuffer.from_root(tmp_path).marks()} == {(1, 1)}
 
 

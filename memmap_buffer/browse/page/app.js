@@ -178,6 +178,8 @@ class Pane {
     this.rate.value = info.rate;
     this.time.oninput = () => this.show(Number(this.time.value));
     this.play.onclick = () => this.toggle();
+    const [serial, shard = ""] = row.id.split("-").reverse();
+    find(".rerun").textContent = `memmap-buffer view ${info.places[shard]} ${serial}`;
     this.showMark();
   }
 
