@@ -6,7 +6,8 @@ by part.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class EpisodeColumns:
     Args:
         buffer: the source.
         reward: a scalar field whose sum over the steps is the return; without the field there is no such column.
+        reserved: names of columns that others add.
 
     Attributes:
         columns: `serial`, of several folders `shard` (the folder's number), `length`, `return` (NaN until it is known),
@@ -34,8 +36,8 @@ class EpisodeColumns:
         names: (episodes, 1) serials, of several folders (episodes, 2) of (shard, serial).
     """
 
-    def __init__(self, buffer: Readable, reward: str = "reward") -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: Readable, reward: str = "reward", reserved: tuple[str, ...] = TAGS) -> None:
+        self.buffer, self.reserved = buffer, reserved
         self.columns: dict[str, Array] = {"length": np.zeros(0, np.int64)}
         self.names: Array = np.zeros((0, 1), np.int64)
         schema, field = buffer.schema, buffer.schema.fields.get(reward)
@@ -70,7 +72,7 @@ class EpisodeColumns:
             if summed.any():
                 values[summed] = self.columns[name][place[summed]]
             columns[name] = values
-        taken = {*columns, *TAGS}
+        taken = {*columns, *self.reserved}
         columns |= {f"meta.{name}" if name in taken else name: data[name].reshape(-1) for name in scalar}
         if _alike(columns, self.columns):
             return False
@@ -87,12 +89,12 @@ class EpisodeColumns:
         """The rewards and ends of episodes; None where one of them is gone."""
         wanted = [*([self.reward] if self.reward else []), *self.ends.values()]
         try:
-            return self.buffer.batch(names, fields=wanted, include_metadata=False, format="numpy")
+            return flat(self.buffer.batch(names, fields=wanted, include_metadata=False, format="numpy"))
         except (StaleEpisodeError, NotEnoughDataError):
             return None
 
-    def add(self, names: Array, data: dict[str, Array]) -> None:
-        """Add returns and ends that were read."""
+    def add(self, names: Array, data: dict[str, Array]) -> bool:
+        """Add returns and ends that were read; whether there were any of episodes as long as they are here."""
         place, same = places_of(names, self.names)
         same[same] = self.columns["length"][place[same]] == data["_lens"][same]
         columns, at = dict(self.columns), place[same]
@@ -106,10 +108,19 @@ class EpisodeColumns:
             columns["end"] = _replaced(columns["end"], at, ended[same])
         self._summed[at] = True
         self.columns = columns
+        return bool(len(at))
 
     def _empty(self, count: int) -> dict[str, Array]:
         empty: dict[str, Array] = {"return": np.full(count, np.nan)} if self.reward else {}
         return empty | ({"end": np.full(count, "", "U10")} if self.ends else {})
+
+
+def flat(batch: Mapping[str, Any], prefix: str = "") -> dict[str, Array]:
+    """The arrays of a batch by dotted names."""
+    out: dict[str, Array] = {}
+    for name, value in batch.items():
+        out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return out
 
 
 def tags_of(buffer: Readable, names: Array, file: str | None = None) -> dict[str, Array]:

@@ -400,6 +400,10 @@ class ReplayBuffer(Recording, Readable):
         return self._storage.read_only or not self._storage.layout.writable
 
     @property
+    def _forbids_marks(self) -> bool:
+        return self._storage.read_only
+
+    @property
     def circular(self) -> bool:
         """Whether publishing into a full buffer retires the oldest."""
         return self._storage.layout.circular

@@ -10,6 +10,7 @@ import numpy as np
 from memmap_buffer.dtypes import to_numpy
 from memmap_buffer.errors import ReadOnlyError, SchemaError
 from memmap_buffer.format.marks import Mark, Marks
+from memmap_buffer.format.records import GENERATION, SERIAL
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.marked import marks_of
 from memmap_buffer.paths import AnyPath, path_of
@@ -58,6 +59,7 @@ class Markable:
 
         Raises:
             ImportError: the extra `browse` is not installed.
+            SchemaError: there is no folder for the file of marks.
             OSError: the port is taken.
         """
         from memmap_buffer.browse.server import Page
@@ -65,6 +67,8 @@ class Markable:
         storages = self._folders.storages
         kept = "" if all(self._may_mark(storage) for storage in storages) else None
         chosen = None if read_only else kept if marks is None else str(path_of(marks))
+        if chosen:
+            Marks.in_file(path_of(chosen)).create()
         title = title or ", ".join(storage.path.name for storage in storages[:3]) + ", …" * (len(storages) > 3)
         source = cast("ReplayBuffer | ConcatBuffer", self)
         return Page(source, title, places=self._places, reward=reward, rate=rate, marks=chosen, host=host, port=port)
@@ -75,12 +79,12 @@ class Markable:
         return {"" if self._folders.single else str(number): str(storage.where) for number, storage, _ in folders}
 
     def _may_mark(self, storage: Storage) -> bool:
-        return storage.mirror is None and not (self._folders.single and self.read_only)
+        return storage.mirror is None and not self._forbids_marks
 
     @property
-    def read_only(self) -> bool:
-        """Whether nothing may be written."""
-        raise NotImplementedError
+    def _forbids_marks(self) -> bool:
+        """Whether it was opened to write nothing at all."""
+        return False
 
     def marks(self, file: AnyPath | None = None) -> dict[Any, Mark]:
         """The marks of visible episodes.
@@ -92,6 +96,7 @@ class Markable:
             Serial -> mark, of a `ConcatBuffer` (folder, serial) -> mark; episodes without one are left out.
 
         Raises:
+            SchemaError: the file that is named is not there.
             CorruptBufferError: the file is damaged.
         """
         out: dict[Any, Mark] = {}
@@ -130,6 +135,8 @@ class Markable:
         """
         labels, less = _labels(add, "add"), _labels(remove, "remove")
         names = np.atleast_1d(to_numpy(indices))
+        if not names.size:
+            return 0
         several = not self._folders.single
         names = names.reshape(-1, 2) if several and names.size == 2 else names
         if names.dtype.kind not in "iu" or names.shape[1:] != ((2,) if several else ()):
@@ -144,14 +151,25 @@ class Markable:
             if not (there := shown.intersection(wanted)):
                 continue
             if file is None and not self._may_mark(storage):
-                raise ReadOnlyError(f"{storage.where}: it is read-only, and holds no marks; give a `file` for them")
+                raise ReadOnlyError(
+                    f"{storage.where}: it is read-only, and holds no marks; give a file for them: mark(…, file=…), "
+                    "browse(marks=…), or --marks"
+                )
             marks = Marks(storage.folder) if file is None else Marks.in_file(path_of(file))
-            marks.change(storage.layout.id, there, lambda mark: mark.changed(labels, less, note), shown)
+            marks.change(storage.layout.id, there, lambda mark: mark.changed(labels, less, note), _oldest(storage))
             gone -= sum(serial in there for serial in wanted)
         return gone
 
 
+def _oldest(storage: Storage) -> int:
+    """A serial below which no episode can be seen by anybody: the lowest that stands in a record, of whatever worth."""
+    words = storage.maps.words
+    serials = words[:, SERIAL][words[:, GENERATION] != 0]
+    return int(serials.min()) if len(serials) else 0
+
+
 def _labels(labels: Iterable[str], where: str) -> tuple[str, ...]:
-    if isinstance(labels, (str, Mapping)):
+    each = () if isinstance(labels, (str, Mapping)) else tuple(labels)
+    if isinstance(labels, (str, Mapping)) or not all(isinstance(label, str) for label in each):
         raise SchemaError(f"mark: got {where}={labels!r}, expected several labels, as in {where}=['bad']")
-    return tuple(labels)
+    return each

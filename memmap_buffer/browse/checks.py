@@ -9,7 +9,7 @@ import numpy as np
 
 from memmap_buffer.browse.episode_list import EpisodeList
 from memmap_buffer.dtypes import Array
-from memmap_buffer.episode_columns import column_of_objects, places_of
+from memmap_buffer.episode_columns import column_of_objects, flat, places_of
 from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, StaleEpisodeError
 
 ENTRIES = 32  # of a field that are listed
@@ -29,7 +29,9 @@ class Checks:
 
     def __init__(self, episodes: EpisodeList, names: list[str]) -> None:
         self._episodes, self._names = episodes, names
-        self._progress, self._failure = 0.0, ""
+        self._failure = ""
+        self._checked: Array = np.zeros((0, episodes.names.shape[1]), np.int64)
+        self._odd: dict[str, list[tuple[str, ...]]] = {"nan": [], "constant": []}  # of those that were checked
         self._rows: list[dict[str, Any]] = []
         self._dead: list[dict[str, Any]] = []
         self._turn = threading.Lock()
@@ -43,69 +45,79 @@ class Checks:
             self._thread.join()
 
     def report(self) -> dict[str, Any]:
-        """The findings so far: `rows` of statistics, `dead` entries, and in how many episodes which field is odd."""
-        with self._turn:
-            if self._thread is None or (self._failure and not self._thread.is_alive()):
-                self._failure, self._rows, self._dead = "", [], []
-                self._thread = threading.Thread(target=self._run, daemon=True)
-                self._thread.start()
+        """The findings so far: `rows` of statistics, `dead` entries, and in how many episodes which field is odd.
+
+        Episodes that came since are checked, too: `checked` of `total`, and `done` where there are no more.
+        """
         columns = self._episodes.columns
+        with self._turn:
+            total, running = len(self._episodes.names), self._thread is not None and self._thread.is_alive()
+            pending = len(self._unchecked())
+            if not running and (pending or self._thread is None or self._failure):
+                self._thread, running = threading.Thread(target=self._run, daemon=True), True
+                self._thread.start()
         odd = {
             kind: {name: sum(name in names for names in columns[kind]) for name in self._names}
-            for kind in ("nan", "constant")
+            for kind in self._odd
             if kind in columns
         }
-        facts = {"progress": self._progress, "failure": self._failure, "rows": self._rows, "dead": self._dead}
-        return {**facts, "odd": odd}
+        facts = {"checked": total - pending, "total": total, "done": not running, "failure": self._failure}
+        return {**facts, "rows": self._rows, "dead": self._dead, "odd": odd}
+
+    def _unchecked(self) -> Array:
+        names = self._episodes.names
+        return names[~places_of(names, self._checked)[1]]
 
     def _run(self) -> None:
+        self._failure = ""
         try:
             self._check_each()
-            if self._closed.is_set():
-                return
-            summary = self._episodes.buffer.statistics(self._names)
+            if not self._closed.is_set():
+                self._summarize()
         except (MemmapBufferError, OSError) as error:
             self._failure = str(error)
-            return
-        for name, of in summary.fields.items():
+
+    def _summarize(self) -> None:
+        rows, dead_entries = [], []
+        for name, of in self._episodes.buffer.statistics(self._names).fields.items():
             columns = {"mean": of.mean, "std": of.std, "min": of.min, "max": of.max}
             columns |= {f"{100 * q:g}%": values for q, values in of.quantiles.items()}
             spelled = [f"{name}[{', '.join(map(str, at))}]" if at else name for at in np.ndindex(of.mean.shape)]
-            flat = {key: values.reshape(-1).tolist() for key, values in columns.items()}
+            entries = {key: values.reshape(-1).tolist() for key, values in columns.items()}
             for i, entry in enumerate(spelled[:ENTRIES]):
-                numbers = {key: v[i] if np.isfinite(v[i]) else None for key, v in flat.items()}
-                self._rows.append({"entry": entry, "count": of.count, **numbers})
+                numbers = {key: v[i] if np.isfinite(v[i]) else None for key, v in entries.items()}
+                rows.append({"entry": entry, "count": of.count, **numbers})
             dead = np.flatnonzero(of.min.reshape(-1) == of.max.reshape(-1)).tolist()
             if dead:
                 listed = ", ".join(spelled[i] for i in dead[:ENTRIES]) + (", …" if len(dead) > ENTRIES else "")
-                self._dead.append({"entries": listed, "number": len(dead), "of": len(spelled)})
-        self._progress = 1.0
+                dead_entries.append({"entries": listed, "number": len(dead), "of": len(spelled)})
+        self._rows, self._dead = rows, dead_entries
 
     def _check_each(self) -> None:
-        buffer, names = self._episodes.buffer, self._episodes.names
+        """Check the episodes that were not yet, and add the two columns."""
+        buffer, names = self._episodes.buffer, self._unchecked()
         width = sum(buffer.schema.fields[name].itemsize for name in self._names)
         size = max(1, CHUNK_BYTES // max(1, buffer.max_timesteps * width))
-        odd: dict[str, list[tuple[str, ...]]] = {"nan": [], "constant": []}
-        checked = names[:0]
-        for begin in range(0, len(names) if self._names else 0, size):
+        for begin in range(0, len(names), size):
             if self._closed.is_set():
                 return
             part, data = self._read(names[begin : begin + size])
             flags = {name: _flags(data[name], data["_lens"]) for name in self._names}
             for i in range(len(part)):
-                odd["nan"].append(tuple(name for name, (bad, _) in flags.items() if bad[i]))
-                odd["constant"].append(tuple(name for name, (_, same) in flags.items() if same[i]))
-            checked = np.concatenate([checked, part])
-            self._progress = 0.9 * (begin + len(part)) / len(names)
-        self._episodes.add_columns(checked, {kind: column_of_objects(values) for kind, values in odd.items()})
+                self._odd["nan"].append(tuple(name for name, (bad, _) in flags.items() if bad[i]))
+                self._odd["constant"].append(tuple(name for name, (_, same) in flags.items() if same[i]))
+            with self._turn:
+                self._checked = np.concatenate([self._checked, part])
+        order = np.lexsort(self._checked.T[::-1])
+        columns = {kind: column_of_objects(values)[order] for kind, values in self._odd.items()}
+        self._episodes.add_columns(self._checked[order], columns)
 
     def _read(self, names: Array) -> tuple[Array, dict[str, Array]]:
         """The fields of some episodes, and which of them are still there."""
         while len(names):
             try:
-                return names, self._episodes.buffer.batch(
-                    names, fields=self._names, include_metadata=False, format="numpy"
-                )
+                data = self._episodes.buffer.batch(names, fields=self._names, include_metadata=False, format="numpy")
+                return names, flat(data)
             except (StaleEpisodeError, NotEnoughDataError):
                 self._episodes.look_again()
                 names = names[places_of(names, self._episodes.names)[1]]

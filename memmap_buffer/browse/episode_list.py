@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.5  # between two looks at what was published
 BINS = 24  # bars of a histogram
 TRIES = 3
+RESERVED = ("mark", "note", "published", "nan", "constant")
 
 
 class EpisodeList:
@@ -39,8 +40,8 @@ class EpisodeList:
     def __init__(self, buffer: ReplayBuffer | ConcatBuffer, reward: str = "reward", marks: str | None = None) -> None:
         self.buffer, self.marks = buffer, marks
         self.version = 0  # counts up whenever the columns change
-        self._table = EpisodeColumns(buffer, reward)
-        self._tags: dict[str, Array] = {}
+        self._table = EpisodeColumns(buffer, reward, RESERVED)
+        self._tags: dict[str, Array] | None = None
         self._added: tuple[Array, dict[str, Array]] = self.names, {}
         self._turn = threading.Lock()
         self._looked = -np.inf
@@ -72,8 +73,9 @@ class EpisodeList:
     def columns(self) -> dict[str, Array]:
         """Name -> (episodes,), as they are now."""
         with self._turn:
-            if time.monotonic() - self._looked > LOOK_SECONDS:
+            if self._tags is None or time.monotonic() - self._looked > LOOK_SECONDS:
                 self._look()
+            assert self._tags is not None
             return self._table.columns | self._tags
 
     def look_again(self) -> int:
@@ -103,13 +105,13 @@ class EpisodeList:
         return {name: values[order] for name, values in table.items()}
 
     def page(self, where: Iterable[str], sort: str | None, reverse: bool, number: int, size: int) -> dict[str, Any]:
-        """A page of the rows as JSON can hold it, each with its name as `id`; the first is 1."""
+        """A page of the rows as JSON can hold it, each with its name as `_id`; the first is 1."""
         table = self.rows(where, sort, reverse)
         count, begin = len(table["serial"]), (max(1, number) - 1) * size
         part = {name: values[begin : begin + size].tolist() for name, values in table.items()}
         rows = [dict(zip(part, map(_plain, row), strict=True)) for row in zip(*part.values(), strict=True)]
         for row in rows:
-            row["id"] = f"{row['shard']}-{row['serial']}" if "shard" in row else str(row["serial"])
+            row["_id"] = f"{row['shard']}-{row['serial']}" if "shard" in row else str(row["serial"])
         pages = max(1, -(-count // size))
         return {"data": rows, "last_page": pages, "last_row": count, "total": len(self.names)}
 
@@ -135,12 +137,14 @@ class EpisodeList:
         return tuple(map(int, numbers))
 
     def _look(self) -> None:
+        """Look at what was published and marked. After an error nothing is known until a look succeeds."""
         self._looked = time.monotonic()
+        before, self._tags = self._tags, None
         changed = self._table.follow()
         tags = {"published": self._published()} | self._marked() | self._others()
-        if changed or tags.keys() != self._tags.keys() or any((tags[n] != self._tags[n]).any() for n in tags):
-            self._tags = tags
+        if changed or before is None or not _alike(tags, before):
             self.version += 1
+        self._tags = tags
 
     def _published(self) -> Array:
         """When each episode was published, in seconds since 1970; 0 where that is not known yet."""
@@ -174,18 +178,22 @@ class EpisodeList:
         while not self._closed.is_set():
             with self._turn:
                 names = self._table.pending()
+            added = False
             try:
                 data = self._table.read(names) if len(names) else None
+                with self._turn:
+                    if data is not None and self._table.add(names, data):
+                        self.version, added = self.version + 1, True
+                    elif len(names):  # some are gone, or have become longer
+                        self._look()
             except (MemmapBufferError, OSError):  # as where a file is damaged, or a server does not answer: once more
-                data = None
-            with self._turn:
-                if data is not None:
-                    self._table.add(names, data)
-                    self.version += 1
-                elif len(names):
-                    self._look()
-            if data is None:
+                pass
+            if not added:
                 self._closed.wait(LOOK_SECONDS)
+
+
+def _alike(tags: dict[str, Array], others: dict[str, Array]) -> bool:
+    return tags.keys() == others.keys() and all(np.array_equal(tags[name], others[name]) for name in tags)
 
 
 def _sortable(column: Array) -> Array:

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.resources import files
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ REFUSAL = "Open the address that was printed when the page was started: this one
 MAX_ROWS = 500  # of a page of the table
 MAX_POINTS = 10_000  # of a curve
 MAX_BODY = 1 << 20
+BODY_SECONDS = 10
 RATE = 10.0  # steps a second
 
 
@@ -97,14 +99,17 @@ class Page:
             import starlette  # noqa: F401
             import uvicorn
         listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listening = listening.dup()
         token, port = secrets.token_urlsafe(24), listening.getsockname()[1]
-        own = socket.gethostname() if host in ANY else f"[{host}]" if ":" in host else host
+        own = socket.gethostname().lower() if host in ANY else f"[{host}]" if ":" in host else host
         self.address = f"http://{own}:{port}/{token}/"
         self._answers = Answers(buffer, title, places, reward, rate or recorded_rate(buffer) or RATE, marks)
         app = Guard(
             self._answers.app(), token, {f"{name}:{port}" for name in (own, "localhost", LOOPBACK)}, host in ANY
         )
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, log_level="critical", lifespan="off", ws="none", timeout_graceful_shutdown=1)
+        )
         self._thread = threading.Thread(target=self._server.run, args=([listening],), daemon=True)
         self._thread.start()
 
@@ -116,6 +121,9 @@ class Page:
         """End the server."""
         self._server.should_exit = True
         self._thread.join()
+        with suppress(OSError):  # a process that was forked meanwhile has it, too, and would answer nobody
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
         self._answers.close()
 
     def __enter__(self) -> Page:
@@ -266,13 +274,20 @@ class Answers:
         return Response(content, media_type=kind, headers={"cache-control": "private, max-age=600"})
 
     async def mark(self, request: Request) -> Response:
+        import asyncio
+
         from starlette.concurrency import run_in_threadpool
+        from starlette.requests import ClientDisconnect
 
         if self.list.marks is None or request.headers.get("content-type") != "application/json":
             return _json({"error": "marks are not changed here"}, 403)
         if int(request.headers.get("content-length", MAX_BODY + 1)) > MAX_BODY:
             return _json({"error": f"got more than {MAX_BODY} bytes"}, 413)
-        return await run_in_threadpool(self._mark, await request.body())
+        try:
+            body = await asyncio.wait_for(request.body(), BODY_SECONDS)
+        except (ClientDisconnect, asyncio.TimeoutError):
+            return _json({"error": "what was to be marked did not come"}, 408)
+        return await run_in_threadpool(self._mark, body)
 
     def _mark(self, body: bytes) -> Response:
         import json

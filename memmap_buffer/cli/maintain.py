@@ -136,11 +136,13 @@ def delete(
     episode: Episodes = None,
     where: Where = None,
     mark: Annotated[
-        list[str] | None, typer.Option("--mark", help="Only those with this mark, as in bad; may be repeated.")
+        list[str] | None, typer.Option("--mark", help="Only those with this mark, as in bad; with all of several.")
     ] = None,
     yes: Yes = False,
 ) -> None:
     """Remove episodes, by number, --where or --mark; their numbers are never used again."""
+    if mark and not all(mark):
+        raise Problem("--mark '': name a label; --where mark= is for episodes without any")
     conditions = [*(where or ()), *(f"mark={label}" for label in mark or ())]
     if not episode and not conditions:
         raise Problem("delete: name the episodes, or choose them by --where or --mark")

@@ -8,6 +8,7 @@ writer of episodes, and from several processes, and none is lost. Who reads need
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,12 @@ FORMAT = {"format": "memmap-buffer-marks", "version": 1}
 MAX_BYTES = 1 << 28
 MAX_TEXT = 10_000  # characters of a note
 MAX_LABEL = 64
+MAX_KEPT = 64  # files whose marks are kept while they stay as they are
+SETTLED_NS = 100_000_000
 WAIT_SECONDS, POLL_SECONDS = 10.0, 0.01  # for who changes the file at the same time
+
+_kept: dict[Path, tuple[tuple[int, int, int], dict[str, dict[int, Mark]]]] = {}
+_keeping = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -46,17 +52,25 @@ class Marks:
         folder: where the file is.
         name: of the file.
         lock: the name of its lock.
+        named: whether a user named it: then it must be there to be read.
     """
 
-    def __init__(self, folder: Folder, name: str = FILE, lock: str = LOCK) -> None:
+    def __init__(self, folder: Folder, name: str = FILE, lock: str = LOCK, named: bool = False) -> None:
         self.folder = folder
         self.name = name
         self.lock = lock
+        self.named = named
 
     @classmethod
     def in_file(cls, path: Path) -> Marks:
-        """The marks in a file that is named."""
-        return cls(Folder(path.parent), path.name, f".{path.name}.lock")
+        """The marks in a file that is named.
+
+        Raises:
+            SchemaError: there is no folder for it.
+        """
+        if not path.parent.is_dir():
+            raise SchemaError(f"marks: got {path}, but there is no folder {path.parent}; make it first")
+        return cls(Folder(path.parent), path.name, f".{path.name}.lock", named=True)
 
     @property
     def stamp(self) -> tuple[int, int, int]:
@@ -67,12 +81,31 @@ class Marks:
         """Serial -> mark, of one folder.
 
         Raises:
+            SchemaError: a file that was named is not there.
             CorruptBufferError: the file is damaged, or of a newer version.
         """
-        return self._read().get(folder_id, {})
+        path, stamp = self.folder.path / self.name, self.stamp
+        if self.named and stamp[2] < 0:
+            raise SchemaError(f"marks: there is no file {path}; check the path, or make it by mark(…, file=…)")
+        with _keeping:
+            if (kept := _kept.get(path)) is not None and kept[0] == stamp:
+                return kept[1].get(folder_id, {})
+        marks = self._read()
+        if time.time_ns() - stamp[1] > SETTLED_NS:  # else another one may yet take its place with the same stamp
+            with _keeping:
+                _kept.pop(path, None)
+                _kept[path] = stamp, marks
+                if len(_kept) > MAX_KEPT:
+                    _kept.pop(next(iter(_kept)))
+        return marks.get(folder_id, {})
+
+    def create(self) -> None:
+        """Make the file, without marks, where there is none."""
+        if self.stamp[2] < 0:
+            self.change("", (), lambda mark: mark, 0)
 
     def change(
-        self, folder_id: str, serials: Iterable[int], change: Callable[[Mark], Mark], shown: Collection[int]
+        self, folder_id: str, serials: Iterable[int], change: Callable[[Mark], Mark], oldest: int
     ) -> dict[int, Mark]:
         """Change the marks of some episodes: all of them, or after an error none.
 
@@ -80,7 +113,8 @@ class Marks:
             folder_id: their folder.
             serials: the episodes.
             change: from the mark that one has to the one that it gets.
-            shown: all episodes of the folder; marks of others are dropped.
+            oldest: marks of older episodes are dropped. Of newer ones none is, though this process may not see them:
+                another one may have published and marked them meanwhile.
 
         Returns:
             Serial -> mark, of all episodes of the folder.
@@ -94,10 +128,9 @@ class Marks:
         lock = self._taken()
         try:
             everything = self._read()
-            marks = {serial: mark for serial, mark in everything.get(folder_id, {}).items() if serial in shown}
+            marks = {serial: mark for serial, mark in everything.get(folder_id, {}).items() if serial >= oldest}
             for serial in serials:
-                if serial in shown:
-                    marks[serial] = _checked(change(marks.get(serial, Mark())))
+                marks[serial] = _checked(change(marks.get(serial, Mark())))
             everything[folder_id] = {serial: mark for serial, mark in sorted(marks.items()) if mark != Mark()}
             self._write(everything)
             return everything[folder_id]
@@ -135,13 +168,19 @@ def parsed(data: bytes, where: str) -> dict[str, dict[int, Mark]]:
         if {key: document[key] for key in FORMAT} != FORMAT:
             raise ValueError(f"got {document['format']} {document['version']}, this is version {FORMAT['version']}")
         return {
-            folder_id: {int(serial): _checked(Mark(tuple(m["labels"]), m["note"])) for serial, m in marks.items()}
+            folder_id: {int(serial): _checked(Mark(_tuple(m["labels"]), m["note"])) for serial, m in marks.items()}
             for folder_id, marks in document["folders"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptBufferError(
             f"{where}: no marks that can be read ({error}); move it away to go on without", path=where
         ) from error
+
+
+def _tuple(labels: Any) -> tuple[Any, ...]:
+    if not isinstance(labels, list):
+        raise TypeError(f"labels are {labels!r}, not a list")
+    return tuple(labels)
 
 
 def text_of(marks: Mapping[str, Mapping[int, Mark]]) -> bytes:
@@ -167,6 +206,8 @@ def _checked(mark: Mark) -> Mark:
                 f"mark: got the label {label!r}, expected text of 1 to {MAX_LABEL} characters that can be printed and "
                 "does not begin with '!'"
             )
-    if not isinstance(mark.note, str) or len(mark.note) > MAX_TEXT:
+    if not isinstance(mark.note, str):
+        raise SchemaError(f"mark: got the note {mark.note!r}, expected text")
+    if len(mark.note) > MAX_TEXT:
         raise SchemaError(f"mark: got a note of {len(mark.note)} characters, at most {MAX_TEXT} are kept; shorten it")
     return mark

@@ -54,6 +54,8 @@ class Marked:
                 "without any, or several of these"
             )
         without = frozenset(text[len(NOT) :] for text in texts if text.startswith(NOT))
+        if "" in without:
+            raise SchemaError(f"mark: got {mark!r}, expected a label behind {NOT!r}, as in '!bad'")
         labels = frozenset(text for text in texts if text and not text.startswith(NOT))
         return cls(labels, without, "" in texts, file)
 
@@ -102,6 +104,7 @@ def marks_of(storage: Storage, file: Path | None) -> dict[int, Mark]:
     """Serial -> mark, of a folder; those that were published with it, behind a URL.
 
     Raises:
+        SchemaError: a file that is named is not there.
         CorruptBufferError: the file is damaged.
     """
     if file is not None or storage.mirror is None:

@@ -122,8 +122,11 @@ class Selection:
     @property
     def narrowed(self) -> list[str]:
         """The options by which episodes and timesteps are chosen, as `name=value`."""
-        names = ("filter_meta", "filter_fields", "top_k", "mark", "split", "part", "weight_by")
-        return [f"{name}={described(getattr(self, name))}" for name in names if getattr(self, name) not in (None, {})]
+        names = ("filter_meta", "filter_fields", "top_k", "split", "part", "weight_by")
+        narrowed = [
+            f"{name}={described(getattr(self, name))}" for name in names if getattr(self, name) not in (None, {})
+        ]
+        return [*narrowed, *[f"mark={self.mark!r}"] * (self.mark is not None)]
 
     @property
     def has_callables(self) -> bool:
@@ -138,7 +141,8 @@ class Selection:
         Args:
             folders: the folders that are read.
             tables: of each folder; default: as last read.
-            before: an earlier index of the same folders; only episodes that changed since are looked at.
+            before: an earlier index of the same folders, and by the same marks; only episodes that changed since are
+                looked at.
         """
         each = folders.by_number(folders.tables if tables is None else tables)
         if _counts(self.split):
@@ -152,8 +156,7 @@ class Selection:
                 streams = self._streams(each, slots)
                 parts = [streams[folder[0]].fitting(p, self.view.stride) for folder, p in zip(each, parts, strict=True)]
         else:  # a callable may tell by all episodes which of them pass
-            anew = before is None or self.has_callables or self.mark is not None
-            earlier = () if anew else before.by_folder()  # type: ignore[union-attr]
+            earlier = () if before is None or self.has_callables else before.by_folder()
             earlier_by_number = {made_of.number: (made_of.table, runs) for made_of, runs in earlier}
             parts = [self._runs(*folder, *earlier_by_number.get(folder[0], ())) for folder in each]
         weight = None

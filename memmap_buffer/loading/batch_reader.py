@@ -142,7 +142,8 @@ class BatchReader:
             tables = self.folders.refresh()
             marks = () if self._watch is None else self._watch.stamp(self.folders.storages)
             if self._index is None or (tables, marks) != self._made_of:
-                self._index = self.selection.index(self.folders, tables, self._index)
+                before = self._index if marks == self._made_of[1] else None
+                self._index = self.selection.index(self.folders, tables, before)
                 self._made_of = tables, marks
         return self._index
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from memmap_buffer import ConcatBuffer, CorruptBufferError, ReadOnlyError, ReplayBuffer, SchemaError, pack, publish
-from memmap_buffer.format.marks import Mark
+from memmap_buffer.format import marks as marks_module
+from memmap_buffer.format.marks import Mark, Marks, parsed
 from memmap_buffer.items import marked as marked_module
 
 
@@ -37,7 +39,61 @@ def test_episodes_that_are_gone_are_counted_and_have_no_marks(tmp_path: Path) ->
         buffer.store_episode(x=[1], reward=[1])  # the ring forgets number 0
         assert buffer.marks() == {5: Mark(("good",))}
         assert buffer.mark(np.array([0, 77, 6]), add=["good"]) == 2
+        assert buffer.mark([], add=["good"]) == 0
         assert buffer.marks() == {5: Mark(("good",)), 6: Mark(("good",))}
+
+
+def test_no_mark_of_an_episode_that_one_does_not_see_yet_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with filled(tmp_path, 3) as writer:
+        late, change = ReplayBuffer.from_folder(tmp_path), Marks.change
+
+        def changed(self: Marks, *given: Any) -> Any:
+            monkeypatch.setattr(Marks, "change", change)
+            writer.store_episode(x=[1], reward=[1])  # after the other one's look, before it has the lock
+            writer.mark([3], add=["good"])
+            return self.change(*given)
+
+        monkeypatch.setattr(Marks, "change", changed)
+        assert late.mark([1], add=["bad"]) == 0
+        assert writer.marks() == {1: Mark(("bad",)), 3: Mark(("good",))}
+
+
+def test_a_packed_folder_and_a_root_of_one_have_marks_of_their_own(tmp_path: Path) -> None:
+    filled(tmp_path / "data").close()
+    pack(tmp_path / "data", tmp_path / "root" / "packed")
+    ReplayBuffer.from_folder(tmp_path / "root" / "packed").mark([2], add=["good"])
+    joined = ConcatBuffer.from_root(tmp_path / "root")
+    joined.mark([3], add=["good"])
+    assert {*joined.marks()} == {2, 3}
+    assert chosen(joined, mark="good") == [2, 3]
+
+
+def test_a_file_of_marks_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with filled(tmp_path / "data") as buffer:
+        for read in (lambda: buffer.episodes(mark="!bad", marks=tmp_path / "x.json"), lambda: buffer.marks("x.json")):
+            with pytest.raises(SchemaError, match=r"there is no file .*x\.json; check the path"):
+                read()
+        with pytest.raises(SchemaError, match=r"there is no folder .*nowhere; make it first"):
+            buffer.mark([0], add=["bad"], file=tmp_path / "nowhere" / "x.json")
+
+
+def test_marks_that_stay_are_not_read_again_for_each_publication(
+    marked: ReplayBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time.sleep(0.2)  # marks that were changed this moment are read each time
+    reads: list[int] = []
+
+    def counted(*given: Any) -> Any:
+        reads.append(1)
+        return parsed(*given)
+
+    monkeypatch.setattr(marks_module, "parsed", counted)
+    for number in range(2):  # so that some that are marked stay
+        marked.store_episode(x=[number], reward=[1])
+        marked.sample(4, mark="good", format="numpy", timestep_level=True)
+    assert len(reads) <= 1
 
 
 def test_a_folder_that_is_overwritten_has_no_marks_of_what_was_there(tmp_path: Path) -> None:
@@ -61,7 +117,7 @@ def test_several_folders_have_marks_by_number_and_serial(tmp_path: Path) -> None
 def test_what_may_not_be_written_to_has_its_marks_in_a_file(tmp_path: Path) -> None:
     filled(tmp_path / "data").close()
     buffer, file = ReplayBuffer.from_folder(tmp_path / "data", read_only=True), tmp_path / "marks.json"
-    with pytest.raises(ReadOnlyError, match="give a `file` for them"):
+    with pytest.raises(ReadOnlyError, match="give a file for them"):
         buffer.mark([1], add=["good"])
     assert buffer.mark([1], add=["good"], file=file) == 0
     assert (buffer.marks(), buffer.marks(file)) == ({}, {1: Mark(("good",))})
@@ -74,6 +130,8 @@ def test_what_may_not_be_written_to_has_its_marks_in_a_file(tmp_path: Path) -> N
         ([0.5], {"add": ["a"]}, "got indices of float64"),
         ([0], {"add": "good"}, r"got add='good', expected several labels, as in add=\['bad'\]"),
         ([0], {"add": ["a" * 99]}, "got the label"),
+        ([0], {"add": [1, "good"]}, r"got add=\[1, 'good'\]"),
+        ([0], {"note": 5}, "got the note 5, expected text"),
     ],
 )
 def test_what_is_no_mark_is_refused(tmp_path: Path, indices: Any, options: dict[str, Any], complaint: str) -> None:
@@ -181,6 +239,7 @@ def test_a_copy_has_the_marks(marked: ReplayBuffer, tmp_path: Path, copied: str)
         ({"mark": []}, r"got \[\], expected a label"),
         ({"mark": 3}, "got 3, expected a label"),
         ({"mark": ["a", 3]}, "expected a label"),
+        ({"mark": "!"}, "expected a label behind '!'"),
         ({"marks": "x.json"}, "marks names the file of what mark chooses by"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memmap_buffer import ConcatBuffer, ReplayBuffer, SchemaError
+from memmap_buffer import ConcatBuffer, CorruptBufferError, ReplayBuffer, SchemaError
 from memmap_buffer.browse import episode_list
 from memmap_buffer.browse.checks import Checks
 from memmap_buffer.browse.episode_list import EpisodeList
@@ -91,14 +91,14 @@ def test_pages_are_filtered_sorted_and_told_whole(buffer: ReplayBuffer, listed: 
     buffer.mark([4], note="<b>")
     episodes.look_again()
     page = episodes.page([], "return", True, 1, 3)
-    assert [row["id"] for row in page["data"]] == ["7", "9", "6"]
+    assert [row["_id"] for row in page["data"]] == ["7", "9", "6"]
     assert (page["last_page"], page["last_row"], page["total"]) == (4, 10, 10)
     rows = episodes.page(["mark=bad", "note!="], None, False, 1, 5)["data"]
-    assert [(row["id"], row["mark"], row["note"], row["who"]) for row in rows] == [
+    assert [(row["_id"], row["mark"], row["note"], row["who"]) for row in rows] == [
         ("4", ("bad", "slip"), "<b>", "robot 0")
     ]
-    assert [row["id"] for row in episodes.page(["mark=", "task=1"], "serial", False, 1, 9)["data"]] == ["1", "7"]
-    assert [row["id"] for row in episodes.page(["mark!=slip", "task=2"], None, False, 1, 9)["data"]] == ["8", "5"]
+    assert [row["_id"] for row in episodes.page(["mark=", "task=1"], "serial", False, 1, 9)["data"]] == ["1", "7"]
+    assert [row["_id"] for row in episodes.page(["mark!=slip", "task=2"], None, False, 1, 9)["data"]] == ["8", "5"]
     assert episodes.page([], None, False, 99, 9)["data"] == []
 
 
@@ -132,7 +132,7 @@ def test_episodes_of_a_root_are_named_by_shard_and_serial(tmp_path: Path, listed
     episodes = listed(ConcatBuffer.from_root(tmp_path), marks="")
     wait(lambda: episodes.progress == 1)
     rows = episodes.page([], "return", False, 1, 9)["data"]
-    assert [row["id"] for row in rows] == ["0-0", "0-1", "1-0", "0-2", "1-1", "1-2"]
+    assert [row["_id"] for row in rows] == ["0-0", "0-1", "1-0", "0-2", "1-1", "1-2"]
     assert [row["return"] for row in rows] == [0, 4, 4, 10, 10, 18]
     assert episodes.name_of("1-2") == (1, 2)
     episodes.buffer.mark([[1, 2]], add=["good"])
@@ -153,12 +153,75 @@ def test_checks_find_what_is_no_number_and_what_never_changes(
     store(buffer, 11, action=np.full(6, 0.5))
     episodes = listed(buffer)
     checks = Checks(episodes, ["observation", "action"])
-    wait(lambda: checks.report()["progress"] == 1)
+    wait(lambda: checks.report()["done"])
     report = checks.report()
     assert report["odd"] == {"nan": {"observation": 1, "action": 0}, "constant": {"observation": 0, "action": 1}}
     assert episodes.rows(["nan=observation"])["serial"].tolist() == [10]
     assert episodes.rows(["constant=action"])["serial"].tolist() == [11]
     assert [row["entry"] for row in report["rows"]] == ["observation[0]", "observation[1]", "observation[2]", "action"]
-    store(buffer, 12)
+    store(buffer, 12, observation=np.full((3, 3), np.nan))
     wait(lambda: 12 in episodes.columns["serial"])
     assert episodes.rows(["serial=12"])["nan"].tolist() == [()]
+    assert checks.report()["checked"] == checks.report()["total"] - 1
+    wait(lambda: checks.report()["done"])
+    assert episodes.rows(["nan=observation"])["serial"].tolist() == [12, 10]
+    checks.close()
+
+
+def test_an_open_episode_that_grows_costs_nothing_and_is_whole_at_its_end(
+    tmp_path: Path, listed: Callable[..., EpisodeList], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_list, "LOOK_SECONDS", 0.2)
+    with ReplayBuffer(tmp_path / "open", 4, 500, {"reward": "float32"}, publish="step") as buffer:
+        with buffer.one_episode():
+            buffer.store(reward=1)
+            episodes = listed(buffer)
+            begun, version = time.monotonic(), episodes.version
+            while time.monotonic() < begun + 1:
+                buffer.store(reward=1) if buffer.num_steps < 400 else None
+            assert episodes.version - version < 40
+        wait(lambda: episodes.columns["return"].tolist() == [buffer.num_steps])
+
+
+def test_after_a_look_that_failed_no_mark_stands_at_another_episode(
+    tmp_path: Path, listed: Callable[..., EpisodeList]
+) -> None:
+    with ReplayBuffer(tmp_path / "ring", 4, 5, {"reward": "float32"}, circular=True) as buffer:
+        for number in range(4):
+            buffer.store_episode(reward=[number])
+        buffer.mark([3], add=["bad"])
+        episodes = listed(buffer, marks="")
+        file = buffer.folder / "extra" / "marks.json"
+        whole = file.read_bytes()
+        file.write_bytes(b"{")
+        for number in (4, 5):
+            buffer.store_episode(reward=[number])
+        for _ in range(3):
+            with pytest.raises(CorruptBufferError, match="no marks that can be read"):
+                episodes.look_again()
+            with pytest.raises(CorruptBufferError, match="no marks that can be read"):
+                episodes.rows(["mark=bad"])
+        file.write_bytes(whole)
+        wait(lambda: episodes.rows(["mark=bad"])["serial"].tolist() == [3])
+        wait(lambda: episodes.rows()["return"].tolist() == [5, 4, 3, 2])
+
+
+def test_fields_with_dotted_names_and_meta_fields_of_any_name_are_columns(
+    tmp_path: Path, listed: Callable[..., EpisodeList]
+) -> None:
+    fields = {"next": {"reward": "float32", "terminated": "bool"}, "terminated": "bool"}
+    meta = {name: "int" for name in ("id", "published", "nan", "constant", "mark", "robot.arm")}
+    with ReplayBuffer(tmp_path / "nested", 4, 5, fields, meta_fields=meta) as buffer:
+        given = {name: 7 for name in meta if "." not in name}
+        buffer.store_episode(
+            next={"reward": [1, 2], "terminated": [0, 0]}, terminated=[0, 1], robot={"arm": 3}, **given
+        )
+        episodes = listed(buffer, "next.reward", marks="")
+        wait(lambda: episodes.progress == 1)
+        (row,) = episodes.page([], None, False, 1, 9)["data"]
+        assert (row["_id"], row["id"], row["meta.published"], row["meta.nan"], row["meta.mark"]) == ("0", 7, 7, 7, 7)
+        assert (row["return"], row["end"], row["robot.arm"]) == (3, "terminated", 3)
+        checks = Checks(episodes, ["next.reward", "next.terminated", "terminated"])
+        wait(lambda: checks.report()["done"])
+        assert checks.report()["odd"]["constant"] == {"next.reward": 0, "next.terminated": 1, "terminated": 0}
+        checks.close()

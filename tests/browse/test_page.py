@@ -35,7 +35,7 @@ GONE = "status of 410"  # what the browser says where an episode went while its 
 def store(buffer: ReplayBuffer, number: int, steps: int = 0) -> None:
     steps = steps or 10 + number
     rows = {
-        "image": np.full((steps, 16, 16, 3), 10 * number),
+        "image": np.full((steps, 16, 16, 3), 8 * number),
         "action": np.random.default_rng(number).random((steps, 2)),
     }
     rows |= {"reward": np.ones(steps), "terminated": np.arange(steps) == steps - 1, "note": [HOSTILE] * steps}
@@ -163,6 +163,28 @@ def test_marks_of_two_tabs_are_both_kept_and_seen_in_each(buffer: ReplayBuffer, 
     assert {*buffer.marks()} == {0, 1}
 
 
+def test_keys_lead_through_all_pages_and_behind_what_leaves_the_filter(
+    buffer: ReplayBuffer, tab: Callable[..., Any]
+) -> None:
+    for number in range(8, 30):
+        store(buffer, number)
+    page = tab(buffer)
+    click_on(page, 7)
+    for number in range(6, 1, -1):  # 5 is the first of the second page
+        page.keyboard.press("j")
+        page.wait_for_function(f"() => document.querySelector('.pane h2')?.textContent === 'Episode {number}'")
+    for number in range(3, 8):
+        page.keyboard.press("k")
+        page.wait_for_function(f"() => document.querySelector('.pane h2')?.textContent === 'Episode {number}'")
+    add_condition(page, "mark=")
+    for number in (7, 6):
+        page.wait_for_selector(f".pane h2:text-is('Episode {number}')")
+        page.keyboard.press("g")
+        page.wait_for_function(f"() => document.querySelector('#count').textContent === '{22 + number} of 30 episodes'")
+        page.keyboard.press("j")
+        page.wait_for_function(f"() => document.querySelector('.pane h2')?.textContent === 'Episode {number - 1}'")
+
+
 def test_what_a_recorder_publishes_appears_by_itself(buffer: ReplayBuffer, tab: Callable[..., Any]) -> None:
     page = tab(ReplayBuffer.from_folder(buffer.folder, read_only=True))
     wait_for_serials(page, *range(7, -1, -1))
@@ -205,7 +227,7 @@ def test_statistics_lead_to_the_episodes_concerned(buffer: ReplayBuffer, tab: Ca
     buffer.store_episode(**rows, action=np.full((5, 2), np.nan), task=0, who="")
     page = tab(buffer)
     page.click("#show-statistics")
-    page.wait_for_function("() => document.querySelector('#checked').textContent === 'All episodes are checked.'")
+    page.wait_for_function("() => document.querySelector('#checked').textContent === 'All 9 episodes are checked.'")
     page.click("#checks tr:has-text('NaN') a")
     wait_for_serials(page, 8)
     assert page.inner_text("#conditions").startswith("nan=action")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -242,11 +244,38 @@ def test_episodes_are_played_as_they_were_recorded(buffer: ReplayBuffer) -> None
 
 
 def test_statistics_are_there_when_all_episodes_are_checked(client: Client) -> None:
-    while (report := client.json("statistics"))["progress"] < 1:
+    while not (report := client.json("statistics"))["done"]:
         assert not report["failure"]
     assert report["odd"]["nan"] == {"state": 4, "reward": 0, "terminated": 0}
     assert [row["entry"] for row in report["rows"]] == ["state[0]", "state[1]", "reward", "terminated"]
     assert report["dead"][-1] == {"entries": "reward", "number": 1, "of": 1}
+
+
+def test_a_slow_client_does_not_keep_the_page_from_ending(buffer: ReplayBuffer) -> None:
+    page = buffer.browse()
+    client = Client(page.address)
+    with socket.create_connection((client.address.hostname or "", client.address.port or 0)) as slow:
+        head = f"POST /{client.token}/marks HTTP/1.1\r\nHost: {client.host}\r\nContent-Type: application/json\r\n"
+        slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        time.sleep(0.3)
+        begun = time.monotonic()
+        page.close()
+        assert time.monotonic() - begun < 30  # it would wait for ever
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_port(buffer: ReplayBuffer) -> None:
+    page = buffer.browse()
+    port = Client(page.address).address.port
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        page.close()
+        buffer.browse(port=port or 0).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_page_that_is_closed_answers_no_more(buffer: ReplayBuffer) -> None:
@@ -286,4 +315,4 @@ def test_episodes_that_a_recorder_adds_appear(client: Client, buffer: ReplayBuff
     )
     while (now := client.json("version"))["version"] == before or now["progress"] < 1:
         pass
-    assert client.json("episodes")["data"][0]["id"] == "4"
+    assert client.json("episodes")["data"][0]["_id"] == "4"

@@ -103,7 +103,7 @@ function columnsOf() {
     title: "first, last", headerSort: false, minWidth: 110,
     formatter: (cell) => {
       const both = make("span", "", "thumbnails");
-      for (const t of [0, -1]) both.append(picture(cell.getData().id, images[0], t, 88));
+      for (const t of [0, -1]) both.append(picture(cell.getData()._id, images[0], t, 88));
       return both;
     },
   });
@@ -131,7 +131,8 @@ function picture(episode, field, t, size) {
 
 function makeTable() {
   table = new Tabulator("#table", {
-    columns: columnsOf(), columnDefaults: { resizable: "header", vertAlign: "middle" }, layout: "fitDataStretch", index: "id", selectableRows: 1, placeholder: "No episode matches",
+    nestedFieldSeparator: false,
+    columns: columnsOf(), columnDefaults: { resizable: "header", vertAlign: "middle" }, layout: "fitDataStretch", index: "_id", selectableRows: 1, placeholder: "No episode matches",
     pagination: true, paginationMode: "remote", paginationSize: 25, sortMode: "remote", columnHeaderSortMulti: false,
     ajaxURL: "episodes",
     ajaxRequestFunc: guarded(async (_url, _config, given) => {
@@ -166,19 +167,19 @@ const look = guarded(async () => {
 class Pane {
   constructor(row) {
     this.row = row;
-    this.id = row.id;
+    this.id = row._id;
     this.element = at("pane").content.firstElementChild.cloneNode(true);
     this.plots = [];
     this.t = 0;
     const find = (selector) => this.element.querySelector(selector);
     [this.time, this.step, this.frames, this.curves, this.values, this.play] = [".time", ".step", ".frames", ".curves", ".values", ".play"].map(find);
-    find("h2").textContent = `Episode ${row.id}`;
+    find("h2").textContent = `Episode ${row._id}`;
     find(".close").onclick = () => close(this);
     this.rate = find(".rate input");
     this.rate.value = info.rate;
     this.time.oninput = () => this.show(Number(this.time.value));
     this.play.onclick = () => this.toggle();
-    const [serial, shard = ""] = row.id.split("-").reverse();
+    const [serial, shard = ""] = row._id.split("-").reverse();
     find(".rerun").textContent = `memmap-buffer view ${info.places[shard]} ${serial}`;
     this.showMark();
   }
@@ -294,10 +295,12 @@ const open = guarded(async (row) => {
   panes.push(pane);
   at("panes").append(pane.element);
   layOut();
-  STATE.set("episode", row.id);
+  const found = table.getRows().findIndex((each) => each.getData()._id === row._id);
+  if (found >= 0) place = found;
+  STATE.set("episode", row._id);
   keep(STATE);
   table.deselectRow();
-  table.selectRow(row.id);
+  table.selectRow(row._id);
   await pane.load();
 });
 
@@ -319,9 +322,14 @@ function layOut() {
   for (const pane of panes) for (const plot of pane.plots) plot.setSize({ width: Math.max(220, pane.curves.clientWidth - 4), height: 120 });
 }
 
+let place = -1; // of the episode that was opened last, among the rows of its page of the table
+
 const step = guarded(async (by) => {
-  const rows = table.getRows(), now = rows.findIndex((row) => row.getData().id === panes.at(-1)?.id);
-  const row = rows[Math.min(Math.max(0, now + by), rows.length - 1)];
+  const now = table.getRows().findIndex((row) => row.getData()._id === panes.at(-1)?.id);
+  let next = now >= 0 ? now + by : by > 0 && place >= 0 ? place : Math.max(place, 0) - 1 + (place < 0); // where it left, the next took its place
+  if (next < 0 && table.getPage() > 1) { await table.previousPage(); next = table.getRows().length - 1; }
+  if (next >= table.getRows().length && table.getPage() < table.getPageMax()) { await table.nextPage(); next = 0; }
+  const row = table.getRows()[next];
   if (row) { row.scrollTo("nearest").catch(() => {}); await open(row.getData()); }
 });
 
@@ -329,7 +337,7 @@ const step = guarded(async (by) => {
 
 const mark = guarded(async (change) => {
   const pane = panes.at(-1);
-  if (!pane || !info.marks) return;
+  if (!pane || !info.marks || at("episodes").hidden) return;
   const body = JSON.stringify({ episodes: [pane.id], ...change });
   const done = await answer(await fetch("marks", { method: "POST", headers: { "Content-Type": "application/json" }, body }));
   if (done.gone) throw new Error(`episode ${pane.id} is not there any more`);
@@ -357,7 +365,7 @@ function annotate() {
 const showStatistics = guarded(async () => {
   if (at("statistics").hidden) return;
   const report = await ask("statistics");
-  at("checked").textContent = report.failure || (report.progress < 1 ? `${Math.floor(100 * report.progress)} % of the episodes are checked` : "All episodes are checked.");
+  at("checked").textContent = report.failure || (report.done ? `All ${report.total} episodes are checked.` : `${report.checked} of ${report.total} episodes are checked`);
   const rows = Object.entries(report.odd).flatMap(([kind, counts]) => Object.entries(counts).filter(([, count]) => count).map(([name, count]) => {
     const row = make("tr"), link = make("a", `${count} episodes`), cell = make("td");
     link.href = "#";
@@ -373,13 +381,14 @@ const showStatistics = guarded(async () => {
   });
   const checks = make("table");
   checks.append(...rows, ...dead);
-  at("checks").replaceChildren(rows.length + dead.length ? checks : make("p", report.progress < 1 ? "" : "No NaN, no infinity, nothing that never changes."));
-  if (report.progress === 1 && report.rows.length && !at("summary").childElementCount) {
+  at("checks").replaceChildren(rows.length + dead.length ? checks : make("p", report.done ? "No NaN, no infinity, nothing that never changes." : ""));
+  if (report.done && report.rows.length) {
+    at("summary").replaceChildren();
     const holder = make("div");
     at("summary").append(holder);
-    new Tabulator(holder, { data: report.rows, layout: "fitDataStretch", columns: Object.keys(report.rows[0]).map((name) => ({ title: name, field: name, hozAlign: name === "entry" ? "left" : "right", formatter: (cell) => told(cell.getValue(), name) })) });
+    new Tabulator(holder, { nestedFieldSeparator: false, data: report.rows, layout: "fitDataStretch", columns: Object.keys(report.rows[0]).map((name) => ({ title: name, field: name, hozAlign: name === "entry" ? "left" : "right", formatter: (cell) => told(cell.getValue(), name) })) });
   }
-  if (report.progress < 1 && !report.failure) setTimeout(showStatistics, 500);
+  if (!report.failure) setTimeout(showStatistics, report.done ? 5000 : 500); // others may come
 });
 
 function showPart(name) {
