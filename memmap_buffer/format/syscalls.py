@@ -375,8 +375,10 @@ class FileLock:
     """
 
     def __init__(self, fd: int) -> None:
-        self._fd = {"": fd}
-        weakref.finalize(self, _unlock, self._fd).atexit = False
+        from filelock import unlock_descriptor
+
+        self._fd, self._unlock_descriptor = {"": fd}, unlock_descriptor  # no import at the end of the interpreter
+        weakref.finalize(self, _unlock, self._fd, unlock_descriptor).atexit = False
         _locks.add(self)
 
     @classmethod
@@ -404,7 +406,7 @@ class FileLock:
 
     def release(self) -> None:
         """Let go; twice is fine."""
-        _unlock(self._fd)
+        _unlock(self._fd, self._unlock_descriptor)
 
     def forget(self) -> None:
         """In a forked child: it is the parent's."""
@@ -503,25 +505,23 @@ after_fork(_renew)
 @contextmanager
 def locked(path: str) -> Iterator[int]:
     """A descriptor of a file, which nobody else holds in such a block, another thread neither."""
-    from filelock import lock_descriptor
+    from filelock import lock_descriptor, unlock_descriptor
 
     fd = os.open(path, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600)
     try:
         lock_descriptor(fd, poll_interval=POLL_SECONDS)
         yield fd
     finally:
-        _unlock({"": fd})
+        _unlock({"": fd}, unlock_descriptor)
 
 
 _locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
-def _unlock(descriptor: dict[str, int]) -> None:
-    from filelock import unlock_descriptor
-
+def _unlock(descriptor: dict[str, int], unlock: Callable[[int], None]) -> None:
     for fd in descriptor.values():
         with suppress(OSError):  # closing it does so, too, unless a child that was forked meanwhile has it
-            unlock_descriptor(fd)
+            unlock(fd)
     close_all(descriptor)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from memmap_buffer import Field, Hindsight
+from memmap_buffer import Field, Hindsight, SchemaError
 from memmap_buffer.adapters import AnyPath, Array, Names, extra, flatten, image_codec
 from memmap_buffer.interop.trainer_memory import NEXT, TERMINATED, TRUNCATED, TrainerMemory
 
@@ -198,6 +198,8 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         return returns, dones, self.gamma ** count.float()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "memory" not in state:
+            raise SchemaError("DiskReplayBuffer: it was pickled by another version; make it anew with its folder=…")
         self.__dict__.update(state)
         self._count()
 

@@ -242,7 +242,7 @@ class _Trajectories(TrainerMemory):
     def __init__(
         self, folder: AnyPath, capacity: int, traj_key: str | tuple[str, ...] | None, cuts_runs: bool, **options: Any
     ) -> None:
-        super().__init__(folder, capacity, **{"spare_slots": SPARE_SLOTS, **options})
+        super().__init__(folder, capacity, 1, **{"spare_slots": SPARE_SLOTS, **options})
         self.names, self.write_count = Names(), 0
         self._traj_key, self._cuts_runs = (traj_key,) if isinstance(traj_key, str) else traj_key, cuts_runs
         self._open: OrderedDict[Any, tuple[Episode, dict[str, Array]]] = OrderedDict()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer import NotEnoughDataError, ReplayBuffer, Schema
+from memmap_buffer import MemmapBufferError, NotEnoughDataError, ReplayBuffer, Schema
 from memmap_buffer.adapters import AnyPath, Array, equal_rows, path_of
 
 NEXT, TERMINATED, TRUNCATED = "next_", "terminated", "truncated"
@@ -82,8 +82,9 @@ class TrainerMemory:
 
     def _forget(self) -> None:
         """Know of no step that another may follow."""
-        self._following: Mapping[str, Array] = {}
-        self._waiting: Mapping[str, Array] = {}
+        # The step that waits for the next one, if one does, and what followed the last step, None where that was lost:
+        # in one, as an interruption may come between two assignments.
+        self._last: tuple[Mapping[str, Array], Mapping[str, Array] | None] = ({}, {})
         self.over = np.ones(self.num_envs, np.bool_)
 
     # Writing
@@ -100,25 +101,32 @@ class TrainerMemory:
             MemmapBufferError: as `ReplayBuffer.add` raises it.
             OSError: likewise.
         """
-        goes_on = equal_rows(self._following, step)
-        if self._waiting:
+        waiting, before = self._last
+        goes_on = np.zeros(self.num_envs, np.bool_) if before is None else equal_rows(before, step)
+        if waiting:
             self._store_waiting(goes_on)
         elif not (self.over | goes_on).all():  # some environment was reset, and nobody said so
             self.disk.end_episodes()
         if TRUNCATED in step:
             self._store(step, following)
             self.over = (step[TERMINATED] | step[TRUNCATED]).reshape(self.num_envs)
-        else:
-            self._waiting = step
-        self._following = following
+            step = {}
+        self._last = step, following
 
     def _store_waiting(self, goes_on: Array) -> None:
         """Store the step that waits for the next one; a step that terminates is no truncated one."""
-        ended = np.asarray(self._waiting.get(TERMINATED, False), np.bool_)
+        waiting, following = self._last
+        ended = np.asarray(waiting.get(TERMINATED, False), np.bool_)
         cut = ~goes_on.reshape(self.num_envs, *self.disk.schema.fields[TRUNCATED].shape)
-        self._store({**self._waiting, TRUNCATED: cut & ~ended}, self._following)
-        self.over = (cut | ended).reshape(self.num_envs)  # for the step behind the next one, if that is interrupted
-        self._waiting = {}
+        try:
+            self._store({**waiting, TRUNCATED: cut & ~ended}, following or {})
+            self.over = (cut | ended).reshape(self.num_envs)  # for the step behind the next, if that is interrupted
+            self._last = {}, following
+        except (MemmapBufferError, OSError):
+            raise
+        except BaseException:  # nobody knows whether it is stored: not once more, and the next one ends what is open
+            self._last, self.over = ({}, None), np.zeros(self.num_envs, np.bool_)
+            raise
 
     def _store(self, step: Mapping[str, Any], following: Mapping[str, Any]) -> None:
         self.disk.add(**step, **{f"{NEXT}{name}": rows for name, rows in following.items()})
@@ -126,7 +134,7 @@ class TrainerMemory:
 
     def end_episodes(self) -> None:
         """End the episodes that are open as cut short, so that their newest steps can be drawn."""
-        if self._waiting:
+        if self._last[0]:
             self._store_waiting(np.zeros(self.num_envs, np.bool_))
         if self.is_open:
             self.disk.end_episodes()
@@ -134,7 +142,7 @@ class TrainerMemory:
 
     def clear(self) -> None:
         """Forget every step."""
-        self._waiting = {}
+        self._last = {}, self._last[1]
         self.end_episodes()
         if self.is_open:
             self.disk.clear()

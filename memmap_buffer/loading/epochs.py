@@ -525,6 +525,8 @@ def _default_window(reader: BatchReader, index: Index) -> int:
 
 def _check_shuffle(shuffle: object, window: object, weight_by: object) -> None:
     check_choice("shuffle", shuffle, ShuffleChoice)
+    if not isinstance(shuffle, (bool, str)):  # 1 equals True, and is none
+        raise SchemaError(f"shuffle: got {shuffle!r}, expected False, True or 'block'")
     if window is not None and (shuffle != "block" or type(window) is not int or window < 1):
         raise SchemaError(
             f"shuffle_window: got {window!r} with shuffle={shuffle!r}, expected how many items shuffle='block' "

@@ -87,6 +87,8 @@ class Prioritized:
         check_choice("normalize", self.normalize, Normalizer)
         check_choice("variant", self.variant, Variant)
         check_choice("ties", self.ties, Ties)
+        if self.ties == "own" and self.variant != "rank":
+            raise SchemaError(f"ties: got 'own' with variant={self.variant!r}; only variant='rank' has ranks")
         check_choice("reduce", self.reduce, Reduce)
         for name, low, high in (("alpha", 0, 100), ("beta", 0, 1), ("epsilon", 0, 1e100)):
             check_number(name, getattr(self, name), low, high)

@@ -43,7 +43,6 @@ from memmap_buffer.format.records import (
 )
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import read_at, write_all
-from memmap_buffer.schema import DEFAULT_BLOB
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles, require_room
 
 log = logging.getLogger("memmap_buffer")
@@ -257,10 +256,10 @@ def _blob_pieces(files: WriteHandles, name: str, slot: int, new: Array, kept: Ar
     """
     layout, coded = files.layout, files.storage.maps.coded[name]
     blobs = encode_many(coded.field, new, coded.dictionary)
-    for (_, length), blob in zip(kept.tolist(), coded.blobs(kept), strict=True):
-        if blob is None and length % 2**32 != DEFAULT_BLOB:
+    for blob in coded.blobs(kept):
+        if blob is None:
             raise files.storage.damaged_blob(name, f"a timestep of slot {slot} has no blob")
-        blobs.append(blob or b"")
+        blobs.append(blob)
     index = index_of(coded.field, blobs, layout.region(name, slot).start, coded.dictionary)
     index[len(new) :, 1] = kept[:, 1]
     if len(index):

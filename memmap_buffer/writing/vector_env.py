@@ -184,10 +184,10 @@ class EpisodeStream(EpisodeGroup):
         if self._cut or self._missing is not None or not self._append_to_all(columns):
             self.extend(Steps.of(self.schema, columns))
             return True
+        self.num_added += self._size
         told = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
         self._following = {name: columns[NEXT + name].copy() for name in told}
         self._missing = None
-        self.num_added += self._size
         return True
 
     def _encoded(self, step: Mapping[str, Any]) -> dict[str, Array] | None:

@@ -160,6 +160,7 @@ class TestRefusals:
             "one_episode",
             "begin_episode",
             "begin_batch",
+            "publish_steps",
             "batched_episode",
             "store",
             "store_batch",
@@ -167,7 +168,7 @@ class TestRefusals:
         ):
             with pytest.raises(ReadOnlyError, match="only reads; write to one of its sources"):
                 getattr(both, name)()
-        for name in ("store_episode", "store_datapoint", "advance_episode", "update", "clear", "reset_"):
+        for name in ("store_episode", "store_datapoint", "advance_episode", "update", "clear", "reset_", "set_valid"):
             with pytest.raises(ValueError, match="only reads; write to one of its sources"):
                 getattr(both, name)(x=1)
         both.flush()

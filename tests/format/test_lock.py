@@ -419,6 +419,23 @@ for path in sorted(pathlib.Path({str(tmp_path)!r}).rglob("*.npy")):
     assert rewards(tmp_path) == [[1]]
 
 
+def test_a_buffer_may_be_closed_by_a_finaliser_at_the_end_of_the_program(tmp_path):
+    program = f"""
+from memmap_buffer import ReplayBuffer
+class Recorder:
+    def __init__(self):
+        self.buffer = ReplayBuffer({str(tmp_path)!r}, 4, 5, {FIELDS!r}, {{"task": "int"}}, circular=True)
+        self.buffer.store_episode(x=[[1, 1, 1]], reward=[1])
+    def __del__(self):
+        self.buffer.close()
+        print("closed")
+import builtins
+builtins.recorder = Recorder()
+"""
+    assert run(program) == ["closed"]
+    assert rewards(tmp_path) == [[1]]
+
+
 def test_a_forked_child_that_exits_like_any_program_leaves_the_lock_held(tmp_path):
     """Fault 35: exit handlers and finalizers of everything that it inherited run in the child."""
     program = f"""

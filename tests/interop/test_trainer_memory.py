@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from interruptions import interrupted
 
 from memmap_buffer import Field, NotEnoughDataError, ReplayBuffer, SchemaMismatchError, verify
 from memmap_buffer.interop.trainer_memory import TrainerMemory
@@ -139,6 +141,28 @@ def test_no_transition_leads_across_a_step_that_was_interrupted(tmp_path: Path) 
             memory.add(step, {"x": np.array([number + 1])})
     memory.end_episodes()
     assert pairs(memory) == [(0, 1, False), (1, 2, False), (3, 4, False)]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["ends are told", "the next step tells"])
+def test_interrupted_at_any_line_no_step_is_there_twice_or_leads_to_another(tmp_path: Path, told: bool) -> None:
+    at, more = 0, True
+    while more:
+        memory = opened(tmp_path / str(at))
+        for number in range(6):
+            ends = {"truncated": np.array([False])} if told else {}
+            step = {"x": np.array([number]), "terminated": np.array([False]), **ends}
+            work = partial(memory.add, step, {"x": np.array([number + 1])})
+            if number == 3:
+                more = interrupted(work, at) is not None
+            else:
+                work()
+        memory.end_episodes()
+        there = [pair[:2] for pair in pairs(memory)]
+        assert [following - x for x, following in there] == [1] * len(there), (at, there)
+        assert len({*there}) == len(there) >= 3, (at, there)
+        memory.disk.close()
+        at += 1
+    assert at > 100
 
 
 def test_what_waits_is_forgotten_by_clear_and_stored_by_close(tmp_path: Path) -> None:
