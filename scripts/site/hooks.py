@@ -31,6 +31,7 @@ GROUPS = {  # packages and modules of public names -> the page of their docstrin
     "views": "Views and transforms",
     "maintenance": "Checking and copying",
     "errors": "Errors",
+    "format": "Marks",
 }
 
 
