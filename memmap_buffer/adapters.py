@@ -31,6 +31,7 @@ from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.pictures import MAX_LINES, draw_lines, frames_of, is_image, lines_of
 from memmap_buffer.progress import progress
+from memmap_buffer.schema import flatten
 from memmap_buffer.writing.episode import Episode
 from memmap_buffer.writing.episode_group import EpisodeGroup
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     )
     from memmap_buffer.episode_columns import TAGS, EpisodeColumns, tags_of
     from memmap_buffer.format.marks import Mark
-    from memmap_buffer.interop.columns import equal_rows, flatten
+    from memmap_buffer.interop.columns import equal_rows
     from memmap_buffer.interop.episodes import (
         exported_episodes,
         import_episodes,
@@ -128,7 +129,7 @@ _LATER = {  # module -> its names: of an optional package, of tables, or of a mo
     "conditions": {"column_of", "matching"},
     "episode_columns": {"EpisodeColumns", "TAGS", "tags_of"},
     "format.marks": {"Mark"},
-    "interop.columns": {"equal_rows", "flatten"},
+    "interop.columns": {"equal_rows"},
     "interop.episodes": {
         "exported_episodes",
         "import_episodes",

@@ -6,13 +6,13 @@ by part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import NotEnoughDataError, StaleEpisodeError
+from memmap_buffer.schema import flatten
 
 if TYPE_CHECKING:
     from memmap_buffer.api.reading import Readable
@@ -89,7 +89,7 @@ class EpisodeColumns:
         """The rewards and ends of episodes; None where one of them is gone."""
         wanted = [*([self.reward] if self.reward else []), *self.ends.values()]
         try:
-            return flat(self.buffer.batch(names, fields=wanted, include_metadata=False, format="numpy"))
+            return flatten(self.buffer.batch(names, fields=wanted, include_metadata=False, format="numpy"))
         except (StaleEpisodeError, NotEnoughDataError):
             return None
 
@@ -113,14 +113,6 @@ class EpisodeColumns:
     def _empty(self, count: int) -> dict[str, Array]:
         empty: dict[str, Array] = {"return": np.full(count, np.nan)} if self.reward else {}
         return empty | ({"end": np.full(count, "", "U10")} if self.ends else {})
-
-
-def flat(batch: Mapping[str, Any], prefix: str = "") -> dict[str, Array]:
-    """The arrays of a batch by dotted names."""
-    out: dict[str, Array] = {}
-    for name, value in batch.items():
-        out |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return out
 
 
 def tags_of(buffer: Readable, names: Array, file: str | None = None) -> dict[str, Array]:

@@ -390,6 +390,15 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts, such as a batch, or the groups of an HDF5 file, as one dict of dotted names."""
+    out: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        out |= flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
+    return out
+
+
 def _without_padding(name: str, padded: Any, lengths: Any) -> Array:
     """(…) lists, each an array of its own, out of an array (…, L, *members) and their lengths (…)."""
     values, counts = to_numpy(padded), to_numpy(lengths)

@@ -9,8 +9,9 @@ import numpy as np
 
 from memmap_buffer.browse.episode_list import EpisodeList
 from memmap_buffer.dtypes import Array
-from memmap_buffer.episode_columns import column_of_objects, flat, places_of
+from memmap_buffer.episode_columns import column_of_objects, places_of
 from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, StaleEpisodeError
+from memmap_buffer.schema import flatten
 
 ENTRIES = 32  # of a field that are listed
 CHUNK_BYTES = 1 << 24
@@ -117,7 +118,7 @@ class Checks:
         while len(names):
             try:
                 data = self._episodes.buffer.batch(names, fields=self._names, include_metadata=False, format="numpy")
-                return names, flat(data)
+                return names, flatten(data)
             except (StaleEpisodeError, NotEnoughDataError):
                 self._episodes.look_again()
                 names = names[places_of(names, self._episodes.names)[1]]

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memmap_buffer.dtypes import Array
-from memmap_buffer.episode_columns import flat
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.extras import extra
 from memmap_buffer.pictures import frames_of, is_image, lines_of
-from memmap_buffer.schema import LENGTHS
+from memmap_buffer.schema import LENGTHS, flatten
 from memmap_buffer.views.windows import Trajectory
 
 if TYPE_CHECKING:
@@ -118,14 +117,14 @@ class EpisodeReader:
         return numbers[0] if values.ndim == 0 else f"[{', '.join(numbers)}{more}]"
 
     def _whole(self, episode: tuple[int, ...], **options: Any) -> dict[str, Array]:
-        return flat(self.buffer.batch(np.array([episode]), include_metadata=False, format="numpy", **options))
+        return flatten(self.buffer.batch(np.array([episode]), include_metadata=False, format="numpy", **options))
 
     def _step(self, episode: tuple[int, ...], t: int, names: Sequence[str], final: bool) -> dict[str, Array]:
         """(1, *field) of some fields at a step, or after it."""
         at: dict[str, Any] = {"indices": np.array([[*episode, t]]), "include_metadata": False, "format": "numpy"}
         if not final:
-            return flat(self.buffer.batch(**at, timestep_level=True, fields=names))
-        data = flat(self.buffer.batch(**at, n_steps=1, current_fields=(), next_fields=names))
+            return flatten(self.buffer.batch(**at, timestep_level=True, fields=names))
+        data = flatten(self.buffer.batch(**at, n_steps=1, current_fields=(), next_fields=names))
         return {key.replace("next_", "", 1): values for key, values in data.items()}
 
     def _require(self, name: str, kind: str) -> None:

@@ -8,7 +8,6 @@ writer of episodes, and from several processes, and none is lost. Who reads need
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ MAX_KEPT = 64  # files whose marks are kept while they stay as they are
 SETTLED_NS = 100_000_000
 WAIT_SECONDS, POLL_SECONDS = 10.0, 0.01  # for who changes the file at the same time
 
+# By single operations of a dict, without a lock: a process may be forked while another thread is here.
 _kept: dict[Path, tuple[tuple[int, int, int], dict[str, dict[int, Mark]]]] = {}
-_keeping = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -87,16 +86,13 @@ class Marks:
         path, stamp = self.folder.path / self.name, self.stamp
         if self.named and stamp[2] < 0:
             raise SchemaError(f"marks: there is no file {path}; check the path, or make it by mark(…, file=…)")
-        with _keeping:
-            if (kept := _kept.get(path)) is not None and kept[0] == stamp:
-                return kept[1].get(folder_id, {})
+        if (kept := _kept.get(path)) is not None and kept[0] == stamp:
+            return kept[1].get(folder_id, {})
         marks = self._read()
         if time.time_ns() - stamp[1] > SETTLED_NS:  # else another one may yet take its place with the same stamp
-            with _keeping:
-                _kept.pop(path, None)
-                _kept[path] = stamp, marks
-                if len(_kept) > MAX_KEPT:
-                    _kept.pop(next(iter(_kept)))
+            if len(_kept) >= MAX_KEPT:
+                _kept.clear()
+            _kept[path] = stamp, marks
         return marks.get(folder_id, {})
 
     def create(self) -> None:

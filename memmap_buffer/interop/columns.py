@@ -67,15 +67,6 @@ class InferredFields:
                 )
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts, or the groups of an HDF5 file, as one dict of dotted names."""
-    out: dict[str, Any] = {}
-    for name, value in tree.items():
-        path = f"{prefix}{name}"
-        out |= flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
-    return out
-
-
 def dtype_of(field: Field) -> np.dtype[Any]:
     """The dtype of a field's columns: of bfloat16 that of float32."""
     return np.dtype(np.float32) if field.dtype == "bfloat16" else field.entries

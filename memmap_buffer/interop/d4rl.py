@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer import Field, ReplayBuffer, Schema, SchemaError
-from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, path_of
-from memmap_buffer.interop.columns import as_text, dtype_of, flatten, with_final
+from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, flatten, path_of
+from memmap_buffer.interop.columns import as_text, dtype_of, with_final
 from memmap_buffer.interop.episodes import (
     ends_of,
     episode_bounds,

@@ -23,11 +23,12 @@ from memmap_buffer.adapters import (
     decode_space,
     encode_space,
     extra,
+    flatten,
     names_of,
     path_of,
     spaces_of,
 )
-from memmap_buffer.interop.columns import InferredFields, as_text, flatten, put
+from memmap_buffer.interop.columns import InferredFields, as_text, put
 from memmap_buffer.interop.episodes import (
     ends_of,
     import_episodes,

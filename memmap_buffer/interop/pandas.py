@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memmap_buffer import SchemaError
-from memmap_buffer.adapters import extra
-from memmap_buffer.interop.columns import LENGTHS, VIEW_OPTIONS, columns_of, flatten, unpadded
+from memmap_buffer.adapters import extra, flatten
+from memmap_buffer.interop.columns import LENGTHS, VIEW_OPTIONS, columns_of, unpadded
 
 with extra("pandas"):
     import pandas

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer import Field, ReplayBuffer, Schema, SchemaError
-from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, is_image, path_of
-from memmap_buffer.interop.columns import InferredFields, as_text, flatten, with_final
+from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, flatten, is_image, path_of
+from memmap_buffer.interop.columns import InferredFields, as_text, with_final
 from memmap_buffer.interop.episodes import (
     ends_of,
     exported_episodes,

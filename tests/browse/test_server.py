@@ -139,7 +139,7 @@ def test_no_path_reaches_the_file_system(client: Client, path: str) -> None:
 
 def test_a_page_for_the_network_answers_to_addresses_but_to_no_other_name(buffer: ReplayBuffer) -> None:
     with buffer.browse(host="0.0.0.0") as page:
-        client = Client(page.address.replace(socket.gethostname(), "127.0.0.1"))
+        client = Client(page.address.replace(f"//{socket.gethostname().lower()}:", "//127.0.0.1:"))
         port = client.address.port
         for host in (f"127.0.0.1:{port}", f"10.1.2.3:{port}", f"[fe80::1]:{port}", f"{socket.gethostname()}:{port}"):
             assert client.ask("info", Host=host, Origin=f"http://{host}")[0] == 200

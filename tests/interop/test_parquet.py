@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError
+from memmap_buffer.adapters import flatten
 from memmap_buffer.interop import parquet
-from memmap_buffer.interop.columns import flatten
 from memmap_buffer.interop.parquet import export_parquet
 
 FIELDS = {

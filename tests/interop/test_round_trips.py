@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, Trajectory, pack, publish, pull, unpack
-from memmap_buffer.interop.columns import flatten
+from memmap_buffer.adapters import flatten
 from memmap_buffer.interop.pandas import to_dataframe
 
 LENGTHS = (3, 1, 4)
