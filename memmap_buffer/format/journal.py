@@ -44,7 +44,7 @@ NO_SLOTS: IntArray = np.empty(0, np.int64)
 FEW = 16  # slots: up to so many are looked at one by one, as a call of numpy takes as long as ten numbers
 FEWER = 8  # of which little more is looked at
 REMEMBERED = 1024  # changes that whoever follows may be behind before it has to read all anew
-UPDATES = 20  # times a millisecond that an episode which is being updated is waited for
+UPDATE_SECONDS = 1.0  # that an episode which is being updated is waited for: its writer may stand still meanwhile
 LOW = 2**32 - 1
 _LOW, _HALF, _ODD = np.uint64(LOW), np.uint64(32), np.uint64(1)
 CHANGES, BASE = STATE_WORD["changes"], STATE_WORD["base"]
@@ -224,11 +224,12 @@ class Journal:
             shown, serials = self._moment[1].shown, self._moment[1].serial
         else:
             shown, serials = np.zeros(len(storage.maps.words), np.bool_), NO_SLOTS
-        for _ in range(UPDATES + 1):
+        deadline = time.monotonic() + UPDATE_SECONDS
+        while True:
             changes, base, self._num_damaged = storage.changes, storage.state("base"), storage.num_damaged
             columns = storage.columns()
             # A visible episode may be under an odd generation for the moment of an `update`; a dead writer's stays odd.
-            if not _being_updated(storage, columns, shown, serials):
+            if not _being_updated(storage, columns, shown, serials) or time.monotonic() > deadline:
                 break
             time.sleep(0.001)
         visible, self._twice = visible_slots(columns, base, storage.layout)

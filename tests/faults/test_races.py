@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -173,6 +175,26 @@ def test_an_update_while_it_is_copied_gives_the_old_or_the_new(ring, in_the_midd
     batch = reader.sample(64, timestep_level=True, return_indices=True)
     assert not wrong(batch, ONE).any()
     assert (batch["version"] == 5).all()
+    writer.close()
+
+
+def test_an_episode_stays_visible_while_its_update_stands_still(ring):
+    """Fault 28: a writer that gets no processor for a while hides nothing that it had published."""
+    reader, writer = ReplayBuffer.from_folder(ring, read_only=True), ReplayBuffer.from_folder(ring)
+    before, seen = reader.serials.tolist(), []
+    generations = np.load(ring / "episodes.npy", mmap_mode="r")["generation"]
+
+    def update():
+        with fault_injection.system(before=lambda: time.sleep(0.1 * (generations % 2).any())):
+            writer.update(-1, value=ONE.episode(before[-1], 5)["value"], version=5)
+
+    with ThreadPoolExecutor(1) as thread:
+        updated = thread.submit(update)
+        while not updated.done():
+            seen.append(reader.serials.tolist())
+            time.sleep(0.001)  # for the writer's thread
+    updated.result()
+    assert len(seen) > 1 and all(serials == before for serials in seen)
     writer.close()
 
 
