@@ -172,7 +172,7 @@ class ConcatBuffer(Readable):
     one_episode = begin_episode = begin_batch = batched_episode = store = store_batch = store_meta_batch = _refuse
     store_episode = store_datapoint = store_meta_datapoint = advance_episode = update = clear = reset_ = _refuse
     add = extend = end_episodes = create_collector = delete = _refuse
-    set_valid = publish_steps = _refuse
+    set_valid = write = publish_steps = _refuse
     add_field = drop_field = rename_field = recompute = _refuse
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from memmap_buffer.dtypes import Array, decode, encode, to_numpy
+from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
@@ -17,6 +17,8 @@ from memmap_buffer.maintenance import schema_changes
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field, Schema, nest
 from memmap_buffer.writing.commit import WriteHandles
+from memmap_buffer.writing.new_values import places_and_values, steps_at, steps_of_episodes, values_of
+from memmap_buffer.writing.redo import Steps
 from memmap_buffer.writing.validation import positions_of
 from memmap_buffer.writing.writer import Writer
 
@@ -76,12 +78,41 @@ class Editing:
             raise SchemaError("update: no data was given; pass field=values")
         with self._turn:
             slots, single = self._slots_of(indices)
-            self._replace(slots, _values_of(self._storage, slots, single, data))
+            self._writer.update(slots, *values_of(self._storage, slots, single, data))
+
+    def write(self, indices: Any, **data: Any) -> int:
+        """Overwrite timesteps of some fields where they were drawn, such as latents that were computed anew.
+
+        Also beside open episodes, and in those whose steps are published. Each episode changes at once or not at all,
+        and whoever draws its steps meanwhile gets all of them as before or all as after. A call costs a pass over each
+        field of each episode that it changes, for its checksum, and of a compressed field over its blobs.
+
+        Args:
+            indices: (B, 2) of (serial, timestep), `_indices` of a batch; or (B, L, 2), where a serial of -1 is of no
+                step, as `return_indices="steps"` gives them.
+            data: field -> (B, *field), or (B, L, *field): with indices (B, 2) of the timesteps from that on, as a
+                window has them, of which those that the episode has not are left out. The last one given for a timestep
+                counts. A single number stands for all.
+
+        Returns:
+            How many of the indices were dropped because their episode was overwritten, deleted or forgotten meanwhile.
+
+        Raises:
+            SchemaError: there is no such field or timestep, or a value does not fit; nothing was written.
+            EpisodeStateError: an episode is open, and the field is one that says how it ends.
+            ReadOnlyError: the buffer only reads.
+            OSError: the disk is full, say; the episodes before that are changed.
+        """
+        if not data:
+            raise SchemaError("write: no data was given; pass field=values")
+        with self._turn:
+            self._writer.begin()
+            places, values = places_and_values(self._storage, indices, data, "write")
+            self._writer.update(places.changed, places.steps(values), {})
+            return places.num_gone
 
     def store_datapoint(self, episode_index: int, timestep_index: Any, name: str, datapoint: Any) -> None:
-        """Overwrite one timestep of one field of a published episode, or several at once.
-
-        A call costs a pass over the field of that episode, for its checksum, however many timesteps it changes.
+        """Overwrite one timestep of one field of a published episode, or several at once, as `write` does.
 
         Args:
             episode_index: its position.
@@ -95,7 +126,8 @@ class Editing:
         """
         with self._turn:
             slots, _ = self._slots_of([episode_index])
-            self._replace(slots, {name: [_with_steps(self._storage, slots[0], timestep_index, name, datapoint)]})
+            steps = steps_at(self._storage, slots[0], timestep_index, name, datapoint)
+            self._writer.update(slots, {name: [steps]}, {})
 
     def store_meta_datapoint(self, episode_index: int, name: str, datapoint: Any) -> None:
         """Overwrite one meta field of a published episode.
@@ -133,9 +165,10 @@ class Editing:
             )
         with self._turn:
             self._writer.begin()
-            slots, rows, num_gone = _with_flags(self._storage, VALID, indices, flag)
-            self._replace(slots, {VALID: rows})
-            return num_gone
+            pairs, flags, num_gone = steps_of_episodes(self._storage.refresh(), indices, flag)
+            places, values = places_and_values(self._storage, pairs, {VALID: flags}, "set_valid")
+            self._writer.update(places.changed, places.steps(values), {})
+            return num_gone + places.num_gone
 
     def clear(self) -> None:
         """Remove every episode; the files keep their size."""
@@ -248,13 +281,11 @@ class Editing:
             self._writer.begin()
             rows_of = self._computing("recompute", name, schema.all[name], name in schema.meta_fields, compute, fields)
             for slot in progress(self._storage.refresh().visible.tolist(), f"recompute {name}"):
-                self._replace(np.array([slot]), {name: [rows_of(slot)]})
-
-    def _replace(self, slots: IntArray, values: Mapping[str, Sequence[Array]]) -> None:
-        """Write name -> one array for each slot: the first entries of a field, or the value of a meta field."""
-        meta = self._storage.layout.schema.meta_fields
-        rows = {name: arrays for name, arrays in values.items() if name not in meta}
-        self._writer.update(slots, rows, {name: arrays for name, arrays in values.items() if name in meta})
+                values = rows_of(slot)
+                if name in schema.meta_fields:
+                    self._writer.update(np.array([slot]), {}, {name: [values]})
+                else:
+                    self._writer.update(np.array([slot]), {name: [Steps.from_first(values)]}, {})
 
     def _slots_of(self, indices: Any) -> tuple[IntArray, bool]:
         """Take the lock; return the slots of positions, and whether it is a single one.
@@ -324,8 +355,8 @@ class Editing:
         return rows_of
 
 
-def _stored(storage: Storage, slot: int, name: str, stop: int | None = None) -> Array:
-    """A copy of the entries that an episode has of a field, or the first of them, or of its value of a meta field.
+def _stored(storage: Storage, slot: int, name: str) -> Array:
+    """A copy of the entries that an episode has of a field, or of its value of a meta field.
 
     Raises: StaleEpisodeError: it fails its checksums.
     """
@@ -335,107 +366,4 @@ def _stored(storage: Storage, slot: int, name: str, stop: int | None = None) -> 
     if name in schema.meta_fields:
         return np.array(maps.meta[name][slot])
     rows = storage.rows_of(slot, schema.fields[name].final)
-    rows = slice(rows.start, rows.stop if stop is None else min(rows.stop, rows.start + stop))
     return storage.read_rows(name, rows, slot, storage.table.serial[slot]).copy()
-
-
-def _with_steps(storage: Storage, slot: int, t: Any, name: str, value: Any) -> Array:
-    """The entries of a field up to timestep `t`, which is `value` now, or up to the last of several."""
-    schema, length, steps = storage.layout.schema, int(storage.table.length[slot]), to_numpy(t)
-    schema.require([name], "store_datapoint", schema.fields)
-    if steps.ndim > 1 or steps.dtype.kind not in "iu" or not steps.size:
-        raise SchemaError(f"store_datapoint: got timesteps {t!r}, expected a whole number, or (n,) of them")
-    if steps.min() < 0 or steps.max() >= length:
-        raise SchemaError(f"store_datapoint: timestep {t}, the episode has {length}")
-    values = schema.encode(name, value, steps.ndim, ", store_datapoint")
-    if steps.ndim and len(values) != len(steps):
-        raise SchemaError(f"store_datapoint: got {len(values)} values of {name!r} for {len(steps)} timesteps")
-    rows = _stored(storage, slot, name, int(steps.max()) + 1)
-    rows[steps if steps.ndim else int(steps)] = values
-    return rows
-
-
-def _with_flags(storage: Storage, name: str, indices: Any, flag: Any) -> tuple[IntArray, list[Array], int]:
-    """The entries of a bool field with some timesteps marked.
-
-    Args:
-        storage: the folder.
-        name: the field.
-        indices: (n, 2) of (serial, timestep), or (n,) serials for whole episodes.
-        flag: a bool, or (n,) of them.
-
-    Returns:
-        Slots, the entries of each, and how many of the indices are of episodes that are gone.
-
-    Raises:
-        SchemaError: there is no such timestep, or the indices are of another shape.
-    """
-    pairs, table = to_numpy(indices), storage.refresh()
-    whole = pairs.ndim == 1
-    if pairs.dtype.kind not in "iu" or (not whole and (pairs.ndim != 2 or pairs.shape[1] != 2)):
-        raise SchemaError(
-            f"set_valid: got indices of {pairs.dtype} and shape {pairs.shape}, expected (n, 2) of (serial, timestep), "
-            "as `_indices` of a batch, or (n,) serials"
-        )
-    serials = (pairs if whole else pairs[:, 0]).tolist()
-    flags = np.broadcast_to(encode(flag, "bool", (len(serials),) if to_numpy(flag).ndim else ()), len(serials))
-    slot_of = dict(zip(table.serial[table.visible].tolist(), table.visible.tolist(), strict=True))
-    rows = {serial: _stored(storage, slot_of[serial], name) for serial in dict.fromkeys(serials) if serial in slot_of}
-    for k, serial in enumerate(serials):
-        if serial not in rows:
-            continue
-        t = slice(None) if whole else int(pairs[k, 1])
-        if not isinstance(t, slice) and not 0 <= t < len(rows[serial]):
-            raise SchemaError(
-                f"set_valid: timestep {t} of episode {serial}, which has {len(rows[serial])}", serial=serial
-            )
-        rows[serial][t] = flags[k]
-    slots = np.array([slot_of[serial] for serial in rows], np.int64)
-    return slots, list(rows.values()), sum(serial not in slot_of for serial in serials)
-
-
-def _values_of(storage: Storage, slots: IntArray, single: bool, data: Mapping[str, Any]) -> dict[str, list[Array]]:
-    """New values of published episodes as `update` takes them: name -> one array for each slot.
-
-    Entries beyond an episode's length are left out. A scalar stands for all values; of a field, for the first timestep.
-    """
-    schema, length = storage.layout.schema, storage.table.length[slots]
-    flat = schema.flatten(data)
-    schema.require(flat, "update")
-    out: dict[str, list[Array]] = {}
-    for name, value in flat.items():
-        field, meta = schema.all[name], name in schema.meta_fields
-        values = _expand(name, field, value, single, (len(slots),) if meta else (len(slots), -1))
-        if not meta and len(slots) and values.shape[1] > length.max():
-            raise SchemaError(
-                f"update, field {name!r}: got {values.shape[1]} timesteps, "
-                f"the longest of these episodes has {length.max()}; max_timesteps is {storage.layout.max_timesteps}"
-            )
-        ends = [None] * len(slots) if meta else length.tolist()
-        dtype = values.dtype  # that of a text by itself is as long as the text
-        out[name] = [np.ascontiguousarray(v if n is None else v[:n], dtype) for v, n in zip(values, ends, strict=True)]
-    return out
-
-
-def _expand(name: str, field: Field, value: Any, single: bool, lead: tuple[int, ...]) -> Array:
-    """`value` encoded and broadcast to (*lead, *field); -1 in `lead` takes the value's own size."""
-    if field.is_list:
-        try:
-            return field.encode([value] if single else value, lead=2)
-        except (SchemaError, ValueError) as error:
-            raise SchemaError(f"update, field {name!r}: {error}; expected (episodes, time) lists") from None
-    array, n = to_numpy(value), len(lead)
-    if array.ndim == 0:
-        array = array.reshape((1,) * (n + len(field.shape)))
-    elif single:
-        array = array[None]
-    if {array.shape[n:], field.shape} == {(), (1,)}:
-        array = array.reshape(array.shape[:n] + field.shape)
-    own = tuple(size if wanted == -1 else wanted for wanted, size in zip(lead, array.shape, strict=False))
-    try:
-        if array.ndim != n + len(field.shape) or len(own) != n:
-            raise SchemaError(f"got shape {array.shape}")
-        return encode(np.broadcast_to(array, own + field.shape), field.dtype, field.shape, n)
-    except (SchemaError, ValueError) as error:
-        axes = ", ".join(map(str, (*("episodes", "time")[:n], *field.shape)))
-        raise SchemaError(f"update, field {name!r}: {error}; expected ({axes})") from None

@@ -453,8 +453,9 @@ class SlotWriter:
         if self._is_sealed:
             self.published = True
         generation = self.files.storage.maps.words.item(self.slot, GENERATION)
-        if self.published and generation % 2 == 0:
-            self._generation = generation - 1  # a redo file may have moved it on
+        if self.published and generation % 2 == 0 and self._generation != generation - 1:
+            self._generation = generation - 1  # its rows were changed in place
+            self._sums, self._summed = dict.fromkeys(self._sums, EMPTY), 0
 
     def rewind(self) -> None:
         """Forget the rows that were written beyond what is published."""

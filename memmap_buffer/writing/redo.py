@@ -28,6 +28,7 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.format.blobs import contents_of, encode, encode_many, end_of, index_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, crc32, digest_of
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.layout import BLOBS, Layout
 from memmap_buffer.format.records import (
     CHECK,
@@ -52,6 +53,7 @@ MAGIC = b"MBREDO1\n"
 START = struct.Struct("<8sQQII")
 MAX_HEAD = 1 << 20
 PART = 1 << 20  # bytes that are read, or written, at once
+MAX_PIECES = 32  # of a field: each costs a write, and 40 bytes of the head
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,59 @@ class Rewrite:
 
 def _parts(data: bytes | Region) -> Iterable[bytes]:
     return (data,) if isinstance(data, bytes) else data.parts()
+
+
+class Steps(NamedTuple):
+    """New values of some rows of a field in one slot.
+
+    Attributes:
+        t: (n,) int64 the timesteps, ascending; the one behind the last is the final observation's.
+        values: (n, *field) as stored.
+    """
+
+    t: IntArray
+    values: Array
+
+    @classmethod
+    def from_first(cls, values: Array) -> Steps:
+        """The first timesteps."""
+        return cls(np.arange(len(values)), values)
+
+    @classmethod
+    def by_slot(cls, slots: IntArray, t: IntArray, values: Array) -> dict[int, Steps]:
+        """Those of each slot, of timesteps (N,) in any order; the last values of one that comes twice."""
+        order = np.lexsort((t, slots))
+        slots, t = slots[order], t[order]
+        is_last = np.ones(len(t), np.bool_)
+        is_last[:-1] = (slots[1:] != slots[:-1]) | (t[1:] != t[:-1])
+        slots, t, values = slots[is_last], t[is_last], values[order[is_last]]
+        each, begins = np.unique(slots, return_index=True)
+        parts = zip(each.tolist(), np.split(t, begins[1:]), np.split(values, begins[1:]), strict=False)  # of none, one
+        return {slot: cls(*steps) for slot, *steps in parts}
+
+    def within(self, column: Array) -> Array:
+        """A copy of a column from timestep 0 on, with these values; they themselves where they are all of it."""
+        if len(self.t) == len(column):
+            return self.values
+        changed = column.copy()
+        changed[self.t] = self.values
+        return changed
+
+    def pieces(self, key: str, layout: Layout, first: int, column: Array) -> list[Piece]:
+        """The bytes to write to a column, which lies from row `first` on: each run, or one piece where they are many.
+
+        Args:
+            key: of the file.
+            layout: of the folder.
+            first: see there.
+            column: as it is to be.
+        """
+        cuts = np.flatnonzero(np.diff(self.t) != 1) + 1
+        begins, stops = self.t[[0, *cuts]], self.t[[*cuts - 1, -1]] + 1
+        if len(begins) > MAX_PIECES:
+            begins, stops = begins[:1], stops[-1:]
+        runs = zip(begins.tolist(), stops.tolist(), strict=True)
+        return [(key, layout.row_offset(key, first + t), column[t:stop].tobytes()) for t, stop in runs]
 
 
 class Left(NamedTuple):
@@ -205,38 +260,40 @@ def _inside(layout: Layout, slot: int, key: str, offset: int, size: int) -> bool
 def plan_update(
     files: WriteHandles,
     slot: int,
-    rows: Mapping[str, Array],
+    rows: Mapping[str, Steps],
     meta: Mapping[str, Array],
     finals: Mapping[str, Array] | None = None,
 ) -> Rewrite:
-    """The rewrite that replaces the first timesteps of some fields, and some meta fields, of a visible episode.
+    """The rewrite that replaces some timesteps of some fields, and some meta fields, of a visible episode.
 
     Args:
         files: the open files.
         slot: where the episode is.
-        rows: name -> (t, *field) stored values for steps 0 … t - 1, t at most the episode's length.
-        meta: name -> one stored value.
+        rows: name -> the new values of timesteps that it has.
+        meta: name -> one stored value; of an episode that is closed.
         finals: the final observation, for an episode that has none.
     """
     storage, layout = files.storage, files.layout
     record = storage.record(slot)
-    length, flags = record["length"], record["flags"]
+    length, flags = record["length"], record["flags"]  # of an open episode the steps that its checksums are of
+    row, sums = None, dict[str, Sums]()
     # Where none are kept, no row was ever written, and looking at a hole through a map kills on a full tmpfs.
-    row = storage.maps.checksums[slot].tolist() if flags & CHECKED and files.checksum else None
-    sums: dict[str, Sums] = {}
+    if flags & CHECKED and files.checksum:
+        row = _open_checksums(storage, slot, length) if flags & OPEN else storage.maps.checksums[slot].tolist()
     if not rows.keys().isdisjoint(layout.schema.ends):
         record["flags"] = flags & ~(TERMINATED | INNER_END) | _ending(storage, slot, length, rows)
     pieces: list[Piece] = []
     for name, new in rows.items():
         first, has_final = storage.start_of(name, slot), layout.schema.fields[name].final and bool(flags & FINAL)
-        kept = storage.maps.rows[name][first + len(new) : first + length + has_final]
+        column = storage.maps.rows[name][first : first + record["stop"] + has_final]
         if name in layout.coded:
-            written, sums[name] = _blob_pieces(files, name, slot, new, kept)
-            pieces += written
-            continue
-        pieces.append((name, layout.row_offset(name, first), new.tobytes()))
+            written, contents = _blob_pieces(files, name, slot, new, column, length + has_final)
+        else:
+            changed = new.within(column)
+            written, contents = new.pieces(name, layout, first, changed), changed[: length + has_final]
+        pieces += written
         if row is not None:
-            sums[name] = add_rows(add_rows(EMPTY, new), kept)
+            sums[name] = add_rows(EMPTY, contents)
     for name in finals or {}:
         if row is not None:  # of the steps alone: an earlier call may have written the final observation already
             first = storage.start_of(name, slot)
@@ -244,30 +301,37 @@ def plan_update(
     return _planned(files, slot, record, pieces, row, sums, finals or {}, meta)
 
 
-def _blob_pieces(files: WriteHandles, name: str, slot: int, new: Array, kept: Array) -> tuple[list[Piece], Sums]:
-    """The pieces that lay all timesteps of a compressed field out anew, and the sums for its checksum.
+def _blob_pieces(
+    files: WriteHandles, name: str, slot: int, new: Steps, column: Array, summed: int
+) -> tuple[list[Piece], Array]:
+    """The pieces that lay all timesteps of a compressed field out anew, and what its checksum is of.
 
     Args:
         files: the open files.
         name: the field.
         slot: where the episode is.
-        new: (t, *field) its first timesteps, which are encoded.
-        kept: (n, 2) the index of those that follow, whose blobs are taken as they are.
+        new: the timesteps that are encoded.
+        column: (n, 2) the index of all; the blobs of the others are taken as they are.
+        summed: the first rows of which the checksum is.
     """
     layout, coded = files.layout, files.storage.maps.coded[name]
-    blobs = encode_many(coded.field, new, coded.dictionary)
-    for blob in coded.blobs(kept):
-        if blob is None:
-            raise files.storage.damaged_blob(name, f"a timestep of slot {slot} has no blob")
-        blobs.append(blob)
+    kept = np.ones(len(column), np.bool_)
+    kept[new.t] = False
+    blobs = [b""] * len(column)
+    for t, blob in zip(new.t.tolist(), encode_many(coded.field, new.values, coded.dictionary), strict=True):
+        blobs[t] = blob
+    for t, before in zip(np.flatnonzero(kept).tolist(), coded.blobs(column[kept]), strict=True):
+        if before is None:
+            raise files.storage.damaged_blob(name, f"timestep {t} of slot {slot} has no blob")
+        blobs[t] = before
     index = index_of(coded.field, blobs, layout.region(name, slot).start, coded.dictionary)
-    index[len(new) :, 1] = kept[:, 1]
+    index[kept, 1] = column[kept, 1]
     if len(index):
         require_room(layout, name, slot, end_of(index[-1]))
     row = layout.row_offset(name, files.storage.start_of(name, slot))
     begin = layout.arrays[name + BLOBS].offset(slot)
     pieces: list[Piece] = [(name, row, index.tobytes()), (name + BLOBS, begin, b"".join(blobs))]
-    return pieces, add_rows(EMPTY, contents_of(index, blobs))
+    return pieces, contents_of(index[:summed], blobs[:summed])
 
 
 def plan_end(
@@ -326,7 +390,8 @@ def _planned(
         for name, of in sums.items():
             row[layout.column_of[name]] = checksum_of(of)
         packed = struct.pack(layout.checksum_format, *row)
-        pieces.append(("/checksums", layout.arrays["/checksums"].offset(slot), packed))
+        if not record["flags"] & OPEN:
+            pieces.append(("/checksums", layout.arrays["/checksums"].offset(slot), packed))
         record["digest"] = digest_of(packed, record["columns"])
     else:
         record |= {"flags": record["flags"] & ~CHECKED, "columns": 0, "digest": 0}
@@ -334,13 +399,21 @@ def _planned(
     return Rewrite(slot, record["serial"], generation, seal(**record), pieces)
 
 
-def _ending(storage: Storage, slot: int, length: int, rows: Mapping[str, Array]) -> int:
+def _open_checksums(storage: Storage, slot: int, length: int) -> list[int]:
+    """The row of checksums.npy that the digest of an open episode is of: of its first `length` timesteps."""
+    row, column_of = [0] * storage.layout.columns, storage.layout.column_of
+    for name, value in storage.checksums_of(slot, length, False).items():
+        row[column_of[name]] = value
+    return row
+
+
+def _ending(storage: Storage, slot: int, length: int, rows: Mapping[str, Steps]) -> int:
     """The flags that say how an episode ends, once the first timesteps of some fields are replaced."""
     schema, flags = storage.layout.schema, 0
     for name in schema.ends:
         first = storage.start_of(name, slot)
-        column = storage.maps.rows[name][first : first + length].copy()
-        column[: len(rows.get(name, ()))] = rows.get(name, 0)
+        column = storage.maps.rows[name][first : first + length]
+        column = rows[name].within(column) if name in rows else column
         flags |= INNER_END * bool(column[:-1].any())
         flags |= TERMINATED * (name == schema.terminated and bool(column[-1].any()))
     return flags

@@ -731,30 +731,40 @@ class Writer:
 
     # Changing what is published
 
-    def update(self, slots: IntArray, rows: Mapping[str, Sequence[Array]], meta: Mapping[str, Sequence[Array]]) -> None:
-        """Replace the first timesteps of fields, and meta fields, of visible slots; atomic for each episode.
+    def update(
+        self, slots: IntArray, rows: Mapping[str, Sequence[redo.Steps]], meta: Mapping[str, Sequence[Array]]
+    ) -> None:
+        """Replace timesteps of fields, and meta fields, of visible slots; atomic for each episode.
 
         Args:
             slots: (n,) of visible episodes.
-            rows: name -> n arrays (t, *field), t at most the length.
+            rows: name -> n times new values of timesteps.
             meta: name -> n values.
+
+        Raises:
+            EpisodeStateError: an episode is open, and these are values that its end writes.
         """
         self._change(partial(self._update, slots, rows, meta))
 
     def _update(
         self,
         slots: IntArray,
-        rows: Mapping[str, Sequence[Array]],
+        rows: Mapping[str, Sequence[redo.Steps]],
         meta: Mapping[str, Sequence[Array]],
         files: WriteHandles,
     ) -> None:
-        self._refuse_open_steps("update")
         if not self.storage.trust(slots):
             raise StaleEpisodeError(f"{self.storage.path}: an episode to be updated fails its checksums; see `verify`")
+        growing = {writer.slot: writer for writer in self._slot_writers.values() if writer.published}
+        of_end = [*meta, *(name for name in rows if name in self.schema.ends)]
+        if of_end and not growing.keys().isdisjoint(slots.tolist()):
+            raise EpisodeStateError(f"update: an episode is still open, and its end writes {of_end[0]!r}; end it first")
         for i, slot in enumerate(slots.tolist()):
-            new_rows = {name: arrays[i] for name, arrays in rows.items()}
+            new_rows = {name: steps[i] for name, steps in rows.items()}
             new_meta = {name: values[i] for name, values in meta.items()}
             self._rewrite(redo.plan_update(files, slot, new_rows, new_meta), files)
+            if slot in growing:
+                growing[slot].settle()
 
     def delete(self, slots: IntArray) -> None:
         """Make visible slots invisible for good, in one pass. What was retired before stays retired."""
@@ -781,16 +791,13 @@ class Writer:
         self._change(self._clear)
 
     def _clear(self, files: WriteHandles) -> None:
-        self._refuse_open_steps("clear")
+        if any(slot_writer.published for slot_writer in self._slot_writers.values()):
+            raise EpisodeStateError("clear: an episode whose steps are published is still open; end it first")
         self._commit_pending(files)
         files.write_state("base", self._slots.next)
         files.barriers("/state")
         files.changed()
         self._slots.clear()
-
-    def _refuse_open_steps(self, what: str) -> None:
-        if any(slot_writer.published for slot_writer in self._slot_writers.values()):
-            raise EpisodeStateError(f"{what}: an episode whose steps are published is still open; end it first")
 
     # Ending
 

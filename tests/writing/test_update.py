@@ -237,7 +237,7 @@ def test_datapoints_that_are_refused_change_nothing(buffer):
     assert seen.done == [] and ys(buffer) == OLD
 
 
-def test_updating_beside_a_staged_episode_works_and_beside_published_steps_is_refused(buffer):
+def test_an_open_episode_is_left_to_its_end_for_what_that_writes(buffer):
     with buffer.one_episode():
         buffer.store(x=[0, 0], y=30)
         buffer.update(0, y=9)
@@ -245,10 +245,16 @@ def test_updating_beside_a_staged_episode_works_and_beside_published_steps_is_re
     buffer.close()
     with ReplayBuffer.from_folder(buffer.folder, publish="step") as by_step, by_step.one_episode():
         by_step.store(x=[0, 0], y=40)
-        for change in (lambda: by_step.update(0, y=1), by_step.clear):
-            with pytest.raises(EpisodeStateError, match="an episode whose steps are published is still open"):
-                change()
-    assert ys(buffer.folder) == [[20, 21, 22, 23], [30], [40]]
+        with pytest.raises(EpisodeStateError, match="an episode whose steps are published is still open"):
+            by_step.clear()
+        for data in ({"task": 1}, {"terminated": True}, {"y": 1, "task": 1}):
+            with pytest.raises(
+                EpisodeStateError, match=f"an episode is still open, and its end writes {[*data][-1]!r}"
+            ):
+                by_step.update([0, -1], **data)
+        by_step.update([0, -1], y=[[1], [41]])
+    assert ys(buffer.folder) == [[1, 21, 22, 23], [30], [41]]
+    assert verify(buffer.folder) == []
 
 
 # Every file operation of every change, failing or killed
@@ -260,6 +266,10 @@ def publish(value):
 
 def step(t):
     return lambda play: play.step(t)
+
+
+def write(*indices, **data):
+    return lambda play: play.buffer.write(indices, **data)
 
 
 def update(indices, **data):
@@ -286,6 +296,22 @@ CASES = {
     "update": ({}, 3, [update(1, y=[7, 8], x=[[0, 0]], task=9), publish(60)]),
     "update, with barriers": (POWER, 2, [update(1, y=[7, 8], terminated=[False, True])]),
     "update of all": ({}, 3, [(update(None, y=Y, task=4), *EACH)]),
+    "write": (
+        {},
+        3,
+        [(write([1, 1], [2, 3], [2, 0], y=[7, 8, 9]), write([1, 1], y=7), write([2, 3], [2, 0], y=[8, 9]))],
+    ),
+    "write, with barriers": (POWER, 3, [write([0, 0], [0, 2], x=[[1, 2], [3, 4]], y=[5, 6])]),
+    "steps that are written to": (
+        STEP,
+        2,
+        [step(0), step(1), write([2, 0], y=5), step(2), write([2, 1], [2, 2], x=1, y=6), step(3), Play.end],
+    ),
+    "steps that are written to, with barriers": (
+        {**STEP, **POWER},
+        3,
+        [step(0), write([3, 0], y=5), step(1), Play.end],
+    ),
     "datapoint": ({}, 3, [lambda play: play.buffer.store_datapoint(2, 3, "y", 1)]),
     "close": ({}, 2, [publish(40), lambda play: play.buffer.close()]),
 }

@@ -1,0 +1,263 @@
+"""`write`: new values where steps were drawn, compared with episodes that were stored with these values."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from fault_injection import without_barriers
+
+from memmap_buffer import ConcatBuffer, Field, ReadOnlyError, ReplayBuffer, SchemaError, Window, verify
+
+FIELDS = {
+    "x": Field("float32", (3,), final=True),
+    "latent": {"z": ("float32", (4,), 0)},
+    "packed": Field("int", (2,), codec="zstd"),
+    "members": Field("int", (None,)),
+    "note": Field("U8"),
+    "done": "bool",
+}
+LENGTH, RING = 12, 6
+
+
+def make(folder, **options):
+    ends = {"terminated": "done", "truncated": None}
+    return ReplayBuffer(folder, RING, LENGTH, FIELDS, circular=True, **ends, spare_slots=2, **options)
+
+
+def steps(serial, t):
+    """Of timesteps (n,)."""
+    t = np.asarray(t)
+    return {
+        "x": np.stack([t + serial, t, t * 0], axis=1).astype(np.float32),
+        "latent": {"z": np.zeros((len(t), 4), np.float32)},
+        "packed": np.stack([t, t * 0 + serial], axis=1),
+        "members": [np.arange(k % 3) for k in t.tolist()],
+        "note": [f"{serial}-{k}" for k in t.tolist()],
+        "done": np.zeros(len(t), np.bool_),
+    }
+
+
+def episode(serial, length=LENGTH):
+    return {**steps(serial, range(length)), "x": steps(serial, range(length + 1))["x"]}
+
+
+@pytest.fixture
+def buffer(tmp_path):
+    with make(tmp_path / "buffer") as made:
+        for serial in range(RING):
+            made.store_episode(**episode(serial, LENGTH - serial))
+        yield made
+
+
+def everything(source):
+    return [source.episode(i) for i in range(len(source))]
+
+
+def assert_same(got, expected):
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_equal(a, b)
+
+
+VALUES = {
+    "x": lambda n: np.arange(3 * n, dtype=np.float32).reshape(n, 3) + 100,
+    "latent": lambda n: {"z": np.arange(4 * n, dtype=np.float32).reshape(n, 4) + 200},
+    "packed": lambda n: np.arange(2 * n).reshape(n, 2) + 300,
+    "note": lambda n: [f"new{k}" for k in range(n)],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_random_steps_get_the_values_that_are_given_last_and_nothing_else_changes(buffer, name):
+    rng = np.random.default_rng(1)
+    expected = everything(buffer)
+    for _ in range(10):
+        serials = rng.integers(0, RING, 40)
+        indices = np.stack([serials, rng.integers(0, LENGTH - serials)], axis=1)
+        values = VALUES[name](len(indices))
+        assert buffer.write(indices, **{name: values}) == 0
+        column = values["z"] if name == "latent" else values
+        for k, (serial, t) in enumerate(indices.tolist()):
+            target = expected[serial]["latent"]["z"] if name == "latent" else expected[serial][name]
+            target[t] = column[k]
+    assert_same(everything(buffer), expected)
+    buffer.close()
+    assert verify(buffer.folder) == []
+    assert_same(everything(ReplayBuffer.from_folder(buffer.folder)), expected)
+
+
+def test_lists_get_other_members(buffer):
+    assert buffer.write([[0, 3], [0, 0]], members=[[7, 8, 9, 10], []]) == 0
+    assert buffer.episode(0)["_lens_members"].tolist()[:5] == [0, 1, 2, 4, 1]
+    assert buffer.episode(0)["members"][3].tolist()[:4] == [7, 8, 9, 10]
+    assert verify(buffer.folder) == []
+
+
+def test_a_batch_of_windows_gets_its_values_where_its_steps_exist(buffer):
+    view = Window(5, stride=2, pad_before=2)
+    batch = buffer.sample(32, view=view, return_indices=True, seed=1)
+    values = torch.arange(32 * 5 * 4, dtype=torch.float32).reshape(32, 5, 4) + 1
+    expected = everything(buffer)
+    assert buffer.write(batch["_indices"], latent={"z": values}) == 0
+    for k, (serial, start) in enumerate(batch["_indices"].tolist()):
+        for j in range(5):
+            if 0 <= start + j < LENGTH - serial:
+                expected[serial]["latent"]["z"][start + j] = values[k, j]
+    assert_same(everything(buffer), expected)
+
+
+def test_each_step_of_a_batch_may_be_named_and_padding_is_of_none(buffer):
+    indices = np.array([[[0, 3], [0, 4], [-1, -1]], [[5, 0], [-1, 0], [1, 10]]])
+    expected = everything(buffer)
+    assert buffer.write(indices, packed=np.arange(12).reshape(2, 3, 2), x=7) == 0
+    for serial, t, values in ((0, 3, [0, 1]), (0, 4, [2, 3]), (5, 0, [6, 7]), (1, 10, [10, 11])):
+        expected[serial]["packed"][t], expected[serial]["x"][t] = values, 7
+    assert_same(everything(buffer), expected)
+
+
+def test_what_is_gone_is_counted(buffer):
+    batch = buffer.sample(64, timestep_level=True, return_indices=True, seed=2)
+    gone = int((batch["_indices"][:, 0] < 2).sum() + (batch["_indices"][:, 0] == 3).sum())
+    buffer.store_episode(**episode(RING))
+    buffer.store_episode(**episode(RING + 1))
+    buffer.delete(1)
+    assert gone and buffer.write(batch["_indices"], latent={"z": np.ones((64, 4))}) == gone
+    windows = [[0, 2], [3, 1], [4, 6]]
+    assert buffer.write(windows, latent={"z": np.ones((3, 4, 4))}) == 2
+    assert buffer.write(np.empty((0, 2), int), latent={"z": np.ones((0, 4))}) == 0
+    assert verify(buffer.folder) == []
+
+
+def test_steps_that_a_capacity_forgot_are_gone(tmp_path):
+    with make(tmp_path / "ring", capacity=20, publish="step") as buffer:
+        for serial in range(3):
+            buffer.store_episode(**episode(serial))
+        first = buffer.sample(512, timestep_level=True, return_indices=True)["_indices"]
+        start = int(first[first[:, 0] == 1][:, 1].min())
+        assert start > 1
+        assert buffer.write([[1, start - 1], [1, start], [0, 0]], x=np.ones((3, 3))) == 2
+        assert buffer.write([[1, start - 1]], x=np.ones((1, 2, 3))) == 1
+    assert verify(tmp_path / "ring") == []
+
+
+@pytest.mark.parametrize("ending", ["end", "close", "crash"])
+def test_steps_of_an_open_episode_are_written_to_while_it_goes_on(tmp_path, ending):
+    written, told = make(tmp_path / "written", publish="step"), make(tmp_path / "told", publish="step")
+    rows, rng = steps(0, range(LENGTH)), np.random.default_rng(3)
+    openings = [buffer.begin_episode() for buffer in (written, told)]
+    for t in range(LENGTH):
+        step = {name: column[t] if name != "latent" else {"z": column["z"][t]} for name, column in rows.items()}
+        openings[0].store(**step)
+        some = rng.integers(0, t + 1, 3)
+        values = {"latent": {"z": rng.random((3, 4))}, "packed": rng.integers(0, 99, (3, 2)), "x": rng.random((3, 3))}
+        assert written.write(np.stack([some * 0, some], axis=1), **values) == 0
+        for k, at in enumerate(some.tolist()):
+            rows["latent"]["z"][at] = values["latent"]["z"][k]
+            rows["packed"][at], rows["x"][at] = values["packed"][k], values["x"][k]
+        seen = written.sample(64, timestep_level=True, return_indices=True)
+        np.testing.assert_array_equal(seen["packed"], rows["packed"][seen["_indices"][:, 1]])
+        np.testing.assert_array_equal(seen["latent"]["z"], rows["latent"]["z"][seen["_indices"][:, 1]])
+        if t == 5:
+            written.flush()
+    for t in range(LENGTH):
+        openings[1].store(
+            **{name: column[t] if name != "latent" else {"z": column["z"][t]} for name, column in rows.items()}
+        )
+    for opened, buffer in zip(openings, (written, told), strict=True):
+        if ending == "end":
+            opened.final(x=[1, 2, 3])
+            opened.publish()
+        buffer.flush() if ending == "crash" else buffer.close()
+    folders = [tmp_path / "written", tmp_path / "told"]
+    if ending == "crash":  # the records that stand, each opened by another writer
+        import shutil
+
+        folders = [shutil.copytree(folder, folder.with_name(f"{folder.name}-copy")) for folder in folders]
+    assert_same(*[everything(ReplayBuffer.from_folder(folder, verify="always")) for folder in folders])
+    assert [verify(folder) for folder in folders] == [[], []]
+
+
+def test_environments_record_on_while_what_was_drawn_is_written_to(tmp_path):
+    fields = {"x": Field("float32", (2,), final=True), "z": ("float32", (4,), 0), "truncated": ("bool", (), False)}
+    with ReplayBuffer(tmp_path / "ring", 64, 50, fields, circular=True, publish="step", spare_slots=8) as buffer:
+        rng, told = np.random.default_rng(4), {}
+        for t in range(300):
+            ended = rng.random(8) < 0.05
+            x = np.full((8, 2), t, np.float32)
+            buffer.add(x=x, z=np.zeros((8, 4), np.float32), truncated=ended, next_x=x + 1)
+            batch = buffer.sample(16, timestep_level=True, return_indices=True)
+            values = rng.random((16, 4)).astype(np.float32)
+            assert buffer.write(batch["_indices"], z=values) == 0
+            told |= {tuple(index): value for index, value in zip(batch["_indices"].tolist(), values, strict=True)}
+        for i, serial in enumerate(buffer.serials.tolist()):
+            z = buffer.episode(i)["z"]
+            for t in range(len(z)):
+                np.testing.assert_array_equal(z[t], told.get((serial, t), np.zeros(4)))
+    assert verify(tmp_path / "ring") == []
+
+
+def test_a_thread_that_draws_beside_it_sees_all_steps_of_an_episode_as_before_or_all_as_after(tmp_path):
+    fields = {"a": ("int", (512,), 0), "b": ("int", (512,), 0)}
+    with ReplayBuffer(tmp_path / "ring", 4, 16, fields) as buffer:
+        for _ in range(4):
+            buffer.store_episode(a=np.zeros((16, 512), int), b=np.zeros((16, 512), int))
+        mixed, over, seen = [], threading.Event(), []
+
+        def draw():
+            while not over.is_set():
+                batch = buffer.sample(8, view=Window(16, boundary="shift"))
+                values = torch.cat([batch["a"].reshape(8, -1), batch["b"].reshape(8, -1)], dim=1)
+                mixed.append(bool((values != values[:, :1]).any()))
+                seen.append(int(values.max()))
+
+        thread = threading.Thread(target=draw)
+        thread.start()
+        indices = np.stack(np.meshgrid(np.arange(4), np.arange(16), indexing="ij"), axis=-1)
+        number = 0
+        while len(seen) < 200 and thread.is_alive():
+            number += 1
+            assert buffer.write(indices, a=number, b=number) == 0
+        over.set()
+        thread.join()
+    assert len(seen) >= 200 and not any(mixed) and max(seen) > 1
+
+
+@pytest.mark.parametrize(
+    ("indices", "data", "text"),
+    [
+        ([[0, 12]], {"x": 1}, "timestep 12 of episode 0, which has 12"),
+        ([[0, -1]], {"x": 1}, "timestep -1 of episode 0"),
+        ([0, 1], {"x": 1}, r"shape \(2,\), expected \(n, 2\) of \(serial, timestep\)"),
+        ([[0.5, 1]], {"x": 1}, "indices of float64"),
+        ([[0, 1]], {"y": 1}, "write: got 'y'"),
+        ([[0, 1]], {"x": np.ones((2, 3))}, r"'x' of shape \(2, 3\), expected \(1, 3\)"),
+        ([[0, 1]], {"x": np.ones((1, 4))}, r"'x', write: got shape \(1, 4\)"),
+        ([[0, 1]], {"x": np.ones((1, 2, 3)), "packed": np.ones((1, 3, 2))}, r"\[2, 3\] timesteps from an index"),
+        ([[0, 1]], {"packed": [[1.5, 0]]}, "not a whole number"),
+        ([[0, 1]], {}, "no data was given"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_written(buffer, indices, data, text):
+    before = everything(buffer)
+    with pytest.raises(SchemaError, match=text):
+        buffer.write(indices, **data)
+    assert_same(everything(buffer), before)
+
+
+def test_who_only_reads_cannot_write(buffer):
+    with pytest.raises(ReadOnlyError, match="read_only=True"):
+        ReplayBuffer.from_folder(buffer.folder, read_only=True).write([[0, 0]], x=1)
+    with pytest.raises(ReadOnlyError, match="write to one of its sources"):
+        ConcatBuffer([buffer]).write([[0, 0, 0]], x=1)
+
+
+def test_many_scattered_steps_are_written_by_few_pieces(tmp_path, monkeypatch):
+    without_barriers(monkeypatch)
+    with ReplayBuffer(tmp_path / "long", 2, 200_000, {"x": "int"}) as buffer:
+        buffer.store_episode(x=np.arange(200_000))
+        t = np.arange(0, 200_000, 2)
+        assert buffer.write(np.stack([t * 0, t], axis=1), x=-t) == 0
+        x = buffer.episode(0)["x"]
+        assert (x[::2] == -t).all() and (x[1::2] == t + 1).all()
+    assert verify(tmp_path / "long") == []
