@@ -52,8 +52,8 @@ class ReplayBuffer(Recording, Readable):
       publish_steps, num_added: environments that run on; create_collector; open_episodes, turn: what is open, and its
       writer's turn
     - Reading: dataloader, dataset, sample, batch; priorities, update_priorities; episode, episodes, get_all_data
-    - Changing: update, write, store_datapoint, store_meta_datapoint, set_valid: values; delete, clear, reset_: episodes;
-      add_field, drop_field, rename_field, recompute: columns; mark: labels and notes
+    - Changing: update, write, store_datapoint, store_meta_datapoint, set_valid: values; delete, clear, reset_:
+      episodes; add_field, drop_field, rename_field, recompute: columns; mark: labels and notes
     - Looking: num_episodes, num_steps, episode_lens, episode_times, serials, marks, refresh; schema, fieldnames,
       meta_fieldnames, batch_spec, show, browse, statistics; folder, read_only; capacity, max_episodes, max_timesteps,
       circular, spare_slots

@@ -150,7 +150,7 @@ def _move_leftovers(place: Folder, survey: Survey) -> None:
                 if array.name not in {kept.name for kept in survey.layout.arrays.values()}:
                     _move(place, array.name) if place.alone(array.name) else place.unlink(array.name)
         _move(place, name)
-    if survey.pending is not None:
+    if survey.pending:
         place.copy_file(redo.NAME, place, _free(place, "redo"))
     else:
         _move(place, redo.NAME)
@@ -337,7 +337,7 @@ def _repair_records(place: Folder, survey: Survey) -> None:
     with _records(place, survey.layout) as put:
         for slot, word in survey.spoilt.items():
             odd = bool(word[GENERATION] & np.uint64(1))
-            if odd and survey.pending is not None and survey.pending.slot == slot:
+            if odd and slot in survey.pending:
                 continue
             if _is_whole(repaired, slot) if odd else repaired.table.valid[slot]:
                 put(slot, repaired.maps.words[slot].tobytes())

@@ -256,7 +256,7 @@ class Survey(Storage):
             if not served:
                 what = "the slot holds no episode: it is being written, or its writer died"
                 return Finding("episodes.npy", what, slot, lost=False)
-            if self.pending is not None and self.pending.slot == slot:
+            if slot in self.pending:
                 return None
             return Finding("episodes.npy", "the episode was being changed, and what into is lost", slot, serial)
         if is_valid:
@@ -377,9 +377,9 @@ class Survey(Storage):
             return redo.Left(why=self._reason(error, redo.NAME))
 
     @property
-    def pending(self) -> redo.Rewrite | None:
-        """The update that was cut off and can be carried through."""
-        return self.update_left.rewrite
+    def pending(self) -> dict[int, redo.Rewrite]:
+        """The updates that were cut off and can be carried through, by slot."""
+        return {rewrite.slot: rewrite for rewrite in self.update_left.rewrites}
 
     @property
     def lockable(self) -> bool:
@@ -396,12 +396,12 @@ class Survey(Storage):
             yield Finding(redo.BAD, "an update that was cut off, and failed its check when it was finished", lost=False)
         if not self.folder.exists(redo.NAME):
             return
-        if self.pending is not None:
+        for slot, rewrite in self.pending.items():
             what = "an update that is being carried out, or that the next writer finishes"
-            yield Finding(redo.NAME, what, self.pending.slot, self.pending.serial, lost=False)
-        elif self.update_left.why:
+            yield Finding(redo.NAME, what, slot, rewrite.serial, lost=False)
+        if self.update_left.why:
             yield Finding(redo.NAME, f"it {self.update_left.why}, so no update is finished by it", lost=False)
-        else:
+        elif not self.pending:
             yield Finding(redo.NAME, "an update that was not finished, or of no episode that is here", lost=False)
 
 

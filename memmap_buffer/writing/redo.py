@@ -1,14 +1,14 @@
 """Changing a published episode in place, atomically: first all new bytes into `.redo`, then the files.
 
 The file is `MBREDO1\\n`, two u8 (the bytes of the head, and of the whole file), two u4 (the CRC-32 of the head, and of
-what follows it), then the head, and the pieces' bytes one after another. The head is JSON {slot, serial, generation,
-record, pieces: [[file, offset, size], …]}; `generation` is the even one before the change, `record` the new record in
-hexadecimal.
+what follows it), then the head, and the pieces' bytes one after another. The head is JSON, a list of {slot, serial,
+generation, record, pieces: [[file, offset, size], …]}, one for each episode; `generation` is the even one before the
+change, `record` the new record in hexadecimal.
 
 What a writer left is carried through by the next. A file that is shorter than it says was not finished, so that nothing
 has changed yet, and one that is of no episode here, or was carried out, is not needed: both are dropped. One that is
-longer than it says, or than a change of one slot can be, or fails a check, is put aside as `.redo.bad`, of which the
-last one is kept. It is read piece by piece, and not at all before its head is known to be right.
+longer than it says, or than a change can be, or fails a check, is put aside as `.redo.bad`, of which the last one is
+kept. It is read piece by piece, and not at all before its head is known to be right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -51,8 +51,9 @@ log = logging.getLogger("memmap_buffer")
 NAME, BAD = ".redo", ".redo.bad"
 MAGIC = b"MBREDO1\n"
 START = struct.Struct("<8sQQII")
-MAX_HEAD = 1 << 20
+MAX_HEAD = 4 << 20
 PART = 1 << 20  # bytes that are read, or written, at once
+MAX_SLOTS = 64  # that are changed together: readers wait for them
 MAX_PIECES = 32  # of a field: each costs a write, and 40 bytes of the head
 
 
@@ -89,23 +90,35 @@ class Rewrite:
     record: bytes
     pieces: Sequence[Piece]
 
-    def to_parts(self) -> Iterator[bytes]:
-        """The bytes of `.redo`; in one piece where they are few."""
+    @property
+    def head(self) -> dict[str, Any]:
+        """The rewrite as the head of `.redo` has it."""
         values = {"slot": self.slot, "serial": self.serial, "generation": self.generation, "record": self.record.hex()}
-        head = json.dumps({**values, "pieces": [[key, at, len(data)] for key, at, data in self.pieces]}).encode()
-        crc, size = 0, START.size + len(head)
-        for part in self.data():
-            crc, size = crc32(part, crc), size + len(part)
-        start = START.pack(MAGIC, len(head), size, crc32(head), crc) + head
-        if size <= PART:
-            yield b"".join([start, *self.data()])
-            return
-        yield start
-        yield from self.data()
+        return {**values, "pieces": [[key, at, len(data)] for key, at, data in self.pieces]}
 
-    def data(self) -> Iterator[bytes]:
-        """The bytes of all pieces."""
-        return (part for _, _, data in self.pieces for part in _parts(data))
+    @property
+    def size(self) -> int:
+        """Bytes of all pieces, and about those of the head."""
+        return sum(len(data) + 64 for _, _, data in self.pieces)
+
+
+def to_parts(rewrites: Sequence[Rewrite]) -> Iterator[bytes]:
+    """The bytes of `.redo`; in one piece where they are few."""
+    head = json.dumps([rewrite.head for rewrite in rewrites]).encode()
+    crc, size = 0, START.size + len(head)
+    for part in _data(rewrites):
+        crc, size = crc32(part, crc), size + len(part)
+    start = START.pack(MAGIC, len(head), size, crc32(head), crc) + head
+    if size <= PART:
+        yield b"".join([start, *_data(rewrites)])
+        return
+    yield start
+    yield from _data(rewrites)
+
+
+def _data(rewrites: Sequence[Rewrite]) -> Iterator[bytes]:
+    """The bytes of all pieces of some rewrites."""
+    return (part for rewrite in rewrites for _, _, data in rewrite.pieces for part in _parts(data))
 
 
 def _parts(data: bytes | Region) -> Iterable[bytes]:
@@ -157,28 +170,26 @@ class Steps(NamedTuple):
             first: see there.
             column: as it is to be.
         """
-        cuts = np.flatnonzero(np.diff(self.t) != 1) + 1
-        begins, stops = self.t[[0, *cuts]], self.t[[*cuts - 1, -1]] + 1
-        if len(begins) > MAX_PIECES:
-            begins, stops = begins[:1], stops[-1:]
+        t = self.t
+        begins, stops = t[:1], t[-1:] + 1
+        if stops[0] - begins[0] > len(t):
+            cuts = np.flatnonzero(np.diff(t) != 1) + 1
+            if len(cuts) < MAX_PIECES:
+                begins, stops = t[[0, *cuts]], t[[*cuts - 1, -1]] + 1
         runs = zip(begins.tolist(), stops.tolist(), strict=True)
-        return [(key, layout.row_offset(key, first + t), column[t:stop].tobytes()) for t, stop in runs]
+        return [(key, layout.row_offset(key, first + begin), column[begin:stop].tobytes()) for begin, stop in runs]
 
 
 class Left(NamedTuple):
-    """The rewrite that `.redo` asks for, or why it is put aside; neither, where it may be dropped.
+    """The rewrites of `.redo` that are due, or why it is put aside; neither, where it may be dropped."""
 
-    Attributes: done: the rewrite was carried out already, but for the file.
-    """
-
-    rewrite: Rewrite | None = None
+    rewrites: tuple[Rewrite, ...] = ()
     why: str = ""
-    done: bool = False
 
 
 @contextmanager
 def left(storage: Storage) -> Iterator[Left]:
-    """The rewrite that a writer did not finish, or is at; its pieces may be read within the block.
+    """The rewrites that a writer did not finish, or is at; their pieces may be read within the block.
 
     Raises: FileNotFoundError: nothing. CorruptBufferError: it is a link or no plain file.
     """
@@ -193,37 +204,39 @@ def _left(storage: Storage, fd: int, size: int) -> Left:
     if len(start) < START.size:
         return Left()
     _, head_size, stated, head_crc, crc = START.unpack(start)
-    most = START.size + MAX_HEAD + sum(array.row_bytes for array in storage.layout.arrays.values())
+    most = START.size + MAX_HEAD + PART + sum(array.row_bytes for array in storage.layout.arrays.values())
     if size > stated or stated > most or head_size > min(stated, MAX_HEAD):
         return Left(why=f"has {size} bytes, and says {stated} of {most} that are possible")
     if size < stated:
         return Left()
     head = read_at(fd, head_size, START.size)
-    rewrite = _parsed(head, fd, size) if crc32(head) == head_crc else None
-    if rewrite is None:
+    rewrites = _parsed(head, fd, size) if crc32(head) == head_crc else None
+    if rewrites is None:
         return Left(why="fails the check of its head")
-    if not _applies(storage, rewrite):
-        return Left()
-    done = int(storage.maps.words[rewrite.slot, GENERATION]) == rewrite.generation + 2
+    due = tuple(rewrite for rewrite in rewrites if _applies(storage, rewrite))
     got = 0
-    for part in rewrite.data() if not done else ():
+    for part in _data(rewrites) if due else ():
         got = crc32(part, got)
-    return Left(why="fails its check") if not done and got != crc else Left(rewrite, done=done)
+    return Left(why="fails its check") if due and got != crc else Left(due)
 
 
-def _parsed(text: bytes, fd: int, size: int) -> Rewrite | None:
-    """The rewrite of a head, or None where it is none that `to_parts` makes."""
+def _parsed(text: bytes, fd: int, size: int) -> list[Rewrite] | None:
+    """The rewrites of a head, or None where it is none that `to_parts` makes."""
+    rewrites, at = [], START.size + len(text)
     try:
-        head = json.loads(text)
-        pieces, at = [], START.size + len(text)
-        for key, offset, length in head["pieces"]:
-            pieces.append((str(key), _whole(offset), Region(fd, at, _whole(length))))
-            at += length
-        slot, serial, generation = (_whole(head[key]) for key in ("slot", "serial", "generation"))
-        record = bytes.fromhex(head["record"])
+        for head in json.loads(text):
+            pieces = []
+            for key, offset, length in head["pieces"]:
+                pieces.append((str(key), _whole(offset), Region(fd, at, _whole(length))))
+                at += length
+            slot, serial, generation = (_whole(head[key]) for key in ("slot", "serial", "generation"))
+            record = bytes.fromhex(head["record"])
+            if len(record) != RECORD.itemsize:
+                return None
+            rewrites.append(Rewrite(slot, serial, generation, record, pieces))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return Rewrite(slot, serial, generation, record, pieces) if at == size and len(record) == RECORD.itemsize else None
+    return rewrites if at == size else None
 
 
 def _whole(value: object) -> int:
@@ -233,7 +246,7 @@ def _whole(value: object) -> int:
 
 
 def _applies(storage: Storage, rewrite: Rewrite) -> bool:
-    """Whether the slot still holds the episode that was being changed, and every piece lies within its rows."""
+    """Whether the slot holds the episode as it was before the change or within it, and every piece is of its rows."""
     layout, words = storage.layout, storage.maps.words
     if not layout.writable or rewrite.slot >= len(words):
         return False
@@ -244,7 +257,7 @@ def _applies(storage: Storage, rewrite: Rewrite) -> bool:
     same = same and bool(record["length"] == record["stop"] or record["flags"] & OPEN)
     sealed = new[CHECK] == check_of(new[None])[0] and int(record["generation"]) == rewrite.generation + 2
     return bool(
-        (same and sealed and old["serial"] == rewrite.serial and 0 <= steps <= 2)
+        (same and sealed and old["serial"] == rewrite.serial and 0 <= steps < 2)
         and all(_inside(layout, rewrite.slot, key, offset, len(data)) for key, offset, data in rewrite.pieces)
     )
 
@@ -419,13 +432,33 @@ def _ending(storage: Storage, slot: int, length: int, rows: Mapping[str, Steps])
     return flags
 
 
-def carry_out(files: WriteHandles, rewrite: Rewrite) -> None:
-    """Write the redo file, then the change itself.
+class Batch:
+    """Rewrites of some slots that are carried out together, with one redo file and one barrier per file for all.
 
-    Raises: OSError: before the redo file was whole nothing changed; after it, the next holder of the lock finishes.
+    Args: files: the open files.
     """
-    files.storage.folder.write_new(NAME, *rewrite.to_parts(), sync=files.power)
-    _apply(files, rewrite, files.barriers)
+
+    def __init__(self, files: WriteHandles) -> None:
+        self._files = files
+        self._rewrites: dict[int, Rewrite] = {}
+        self._size = 0
+
+    def add(self, slot: int, plan: Callable[[], Rewrite]) -> None:
+        """One more, once those before it are carried out where they are of this slot, too, or many."""
+        if slot in self._rewrites or self._size > PART or len(self._rewrites) == MAX_SLOTS:
+            self.carry_out()
+        self._rewrites[slot] = rewrite = plan()
+        self._size += rewrite.size
+
+    def carry_out(self) -> None:
+        """Write the redo file, then the changes themselves.
+
+        Raises: OSError: before the redo file was whole nothing changed; after it, the next holder of the lock finishes.
+        """
+        rewrites, self._rewrites, self._size = [*self._rewrites.values()], {}, 0
+        if rewrites:
+            self._files.storage.folder.write_new(NAME, *to_parts(rewrites), sync=self._files.power)
+            _apply(self._files, rewrites, power=self._files.power)
 
 
 def finish(files: WriteHandles) -> None:
@@ -434,10 +467,11 @@ def finish(files: WriteHandles) -> None:
     if not folder.exists(NAME):
         return
     with left(files.storage) as found:
-        if found.rewrite is not None and not found.done:
-            log.warning("%s: finishing an update of episode %d, interrupted before", folder.path, found.rewrite.serial)
+        if found.rewrites:
+            serials = [rewrite.serial for rewrite in found.rewrites]
+            log.warning("%s: finishing an update of episodes %s, interrupted before", folder.path, serials)
             # With barriers whatever the durability of this writer: that of the dead one may have been "power".
-            _apply(files, found.rewrite, files.sync)
+            _apply(files, found.rewrites, power=True)
             return
     files.changed()  # it may have been carried out, but for this
     if not found.why:
@@ -448,16 +482,26 @@ def finish(files: WriteHandles) -> None:
     folder.rename(NAME, BAD)
 
 
-def _apply(files: WriteHandles, rewrite: Rewrite, wait: Callable[..., None]) -> None:
-    files.write_generation(rewrite.slot, rewrite.generation | 1)
-    files.changed([rewrite.slot])  # before a row changes: what was read until the counter rose is of the old ones
+def _apply(files: WriteHandles, rewrites: Sequence[Rewrite], *, power: bool) -> None:
+    """Carry rewrites out: one by one, so that one episode is hidden at a time, or with barriers for all together."""
+    for group in [rewrites] if power else [[rewrite] for rewrite in rewrites]:
+        _change(files, group, files.sync if power else lambda *_: None)
+    files.storage.folder.unlink(NAME)
+
+
+def _change(files: WriteHandles, rewrites: Sequence[Rewrite], wait: Callable[..., None]) -> None:
+    slots = [rewrite.slot for rewrite in rewrites]
+    for rewrite in rewrites:
+        files.write_generation(rewrite.slot, rewrite.generation | 1)
+    files.changed(slots)  # before a row changes: what was read until the counter rose is of the old ones
     wait("/episodes")  # else the disk may have some new rows under an even generation, which whoever reads first trusts
-    for key, offset, data in rewrite.pieces:
+    pieces = [piece for rewrite in rewrites for piece in rewrite.pieces]
+    for key, offset, data in pieces:
         for part in _parts(data):
             write_all(files.fd[key], part, offset)
             offset += len(part)
-    wait(*dict.fromkeys(key for key, _, _ in rewrite.pieces))
-    files.write_record(rewrite.slot, rewrite.record)
+    wait(*dict.fromkeys(key for key, _, _ in pieces))
+    for rewrite in rewrites:
+        files.write_record(rewrite.slot, rewrite.record)
     wait("/episodes")
-    files.changed([rewrite.slot])
-    files.storage.folder.unlink(NAME)
+    files.changed(slots)

@@ -9,7 +9,7 @@ interrupted too, by the next call: no line of a change needs to run for what com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -384,7 +384,8 @@ class Writer:
         if slot_writer.published and self._meta_changed(slot_writer, episode):
             slot_writer.round = self._slots.last_round(slot_writer.slot)
             self.lock.check(self.storage)  # it is a change of what is visible
-            self._rewrite(redo.plan_end(files, slot_writer, flags, episode.finals, episode.meta), files)
+            plan = partial(redo.plan_end, files, slot_writer, flags, episode.finals, episode.meta)
+            self._rewrite([(slot_writer.slot, plan)], files)
         else:
             if episode.finals:
                 rows = {name: value[None] for name, value in episode.finals.items()}
@@ -403,10 +404,14 @@ class Writer:
             self._last_cut[episode] = slot_writer
         self._slot_writers.pop(ref(episode))
 
-    def _rewrite(self, rewrite: redo.Rewrite, files: WriteHandles) -> None:
+    def _rewrite(self, plans: Iterable[tuple[int, Callable[[], redo.Rewrite]]], files: WriteHandles) -> None:
+        """Carry out the rewrites of some slots, as they are planned then."""
         if self.storage.state("base") < self._slots.oldest:  # what was retired is not seen in its place meanwhile
             self._retire(files)
-        redo.carry_out(files, rewrite)
+        batch = redo.Batch(files)
+        for slot, plan in plans:
+            batch.add(slot, plan)
+        batch.carry_out()
 
     def _meta_changed(self, slot_writer: SlotWriter, episode: Episode) -> bool:
         return any(slot_writer.meta[name].tobytes() != value.tobytes() for name, value in episode.meta.items())
@@ -421,7 +426,8 @@ class Writer:
         if slot_writer is not None and slot_writer.published:
             slot, serial = np.array([[slot_writer.slot], [slot_writer.serial]])
             if self.storage.refresh().shows(slot, serial)[0]:
-                self._rewrite(redo.plan_update(files, slot_writer.slot, {}, {}, finals), files)
+                plan = partial(redo.plan_update, files, slot_writer.slot, {}, {}, finals)
+                self._rewrite([(slot_writer.slot, plan)], files)
 
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
@@ -755,16 +761,20 @@ class Writer:
     ) -> None:
         if not self.storage.trust(slots):
             raise StaleEpisodeError(f"{self.storage.path}: an episode to be updated fails its checksums; see `verify`")
-        growing = {writer.slot: writer for writer in self._slot_writers.values() if writer.published}
+        growing = {
+            slot_writer.slot: slot_writer for slot_writer in self._slot_writers.values() if slot_writer.published
+        }
         of_end = [*meta, *(name for name in rows if name in self.schema.ends)]
         if of_end and not growing.keys().isdisjoint(slots.tolist()):
             raise EpisodeStateError(f"update: an episode is still open, and its end writes {of_end[0]!r}; end it first")
+        plans = []
         for i, slot in enumerate(slots.tolist()):
             new_rows = {name: steps[i] for name, steps in rows.items()}
             new_meta = {name: values[i] for name, values in meta.items()}
-            self._rewrite(redo.plan_update(files, slot, new_rows, new_meta), files)
-            if slot in growing:
-                growing[slot].settle()
+            plans.append((slot, partial(redo.plan_update, files, slot, new_rows, new_meta)))
+        self._rewrite(plans, files)
+        for slot_writer in growing.values():
+            slot_writer.settle()
 
     def delete(self, slots: IntArray) -> None:
         """Make visible slots invisible for good, in one pass. What was retired before stays retired."""
