@@ -88,14 +88,13 @@ class Editing:
         field of each episode that it changes, for its checksum, and of a compressed field over its blobs.
 
         Args:
-            indices: (B, 2) of (serial, timestep), `_indices` of a batch; or (B, L, 2), where a serial of -1 is of no
-                step, as `return_indices="steps"` gives them.
-            data: field -> (B, *field), or (B, L, *field): with indices (B, 2) of the timesteps from that on, as a
-                window has them, of which those that the episode has not are left out. The last one given for a timestep
-                counts. A single number stands for all.
+            indices: (B, 2) of (serial, timestep), `_indices` of a batch; or (B, L, 2), as `_steps` of windows, where
+                -1 is of no step.
+            data: field -> (B, *field), or (B, L, *field). The last one given for a timestep counts. A single number
+                stands for all.
 
         Returns:
-            How many of the indices were dropped because their episode was overwritten, deleted or forgotten meanwhile.
+            How many timesteps were dropped because they were overwritten, deleted or forgotten meanwhile.
 
         Raises:
             SchemaError: there is no such field or timestep, or a value does not fit; nothing was written.

@@ -166,9 +166,11 @@ back. Clearing sets `base` to `next`.
 Updating in place
 -----------------
 `base` is raised to the oldest visible serial, so that nothing retired comes back while this episode is not visible, and
-`.redo` gets all new bytes (`writing.redo`); then steps 1 to 5 with the same serial, `changes` being raised behind step
-1, too ("power": a barrier there, too, as these rows were visible before); then `.redo` is removed. Whoever takes the
-lock next carries a valid `.redo` through, removes one that was not finished, and renames any other to `.redo.bad`.
+`.redo` gets all new bytes, of several episodes perhaps (`writing.redo`); then, for each of them, steps 1 to 5 with the
+same serial, `changes` being raised behind step 1, too ("power": a barrier there, too, as these rows were visible
+before, and one of each kind for all episodes); then `.redo` is removed. An open record keeps its flag 8 and its
+`length`, and its digest is of the first `length` rows as they are then. Whoever takes the lock next carries through
+what a valid `.redo` still asks for, removes one that was not finished, and renames any other to `.redo.bad`.
 
 Marks
 -----

@@ -292,6 +292,23 @@ class BatchBuilder:
             begins[:, 1:] |= ends[:, :-1]
         self.batch |= {first: begins, last: ends}
 
+    def put_steps(self, key: str, steps: range) -> None:
+        """Put (B, K, 2) the serial and the timestep of `t + steps`, or (B, K, 3) with the folder first; -1 for none."""
+        own, anchors = self.exists(steps), self.anchors
+        folder = [] if anchors.folder is None else [anchors.folder]
+        out = np.full((*own.shape, 2 + len(folder)), -1)
+        for i, column in enumerate((*folder, anchors.serial)):
+            out[..., i] = np.where(own, column[:, None], -1)
+        out[..., -1] = np.where(own, (self.t + self.begin)[:, None] + array_of(steps), -1)
+        if self._following is not None:
+            item, records, start, lead, end = self._following
+            each = np.repeat(np.arange(len(item)), end - lead)
+            since = np.arange(len(each)) - np.repeat(np.cumsum(end - lead) - (end - lead), end - lead)
+            columns = [column[item[each]] for column in folder]
+            columns += [records.anchors.serial[each], start[each] + since]
+            out[item[each], lead[each] + since] = np.stack(columns, axis=-1)
+        self.batch[key] = out
+
     def require_steps(self, steps: int) -> None:
         """Raise NotEnoughDataError where an episode has fewer than `steps` steps from its anchor on."""
         short = self.length - self.t < steps

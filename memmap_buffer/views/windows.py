@@ -159,6 +159,8 @@ class Window(View):
         terminated: the field that is true where nothing follows; default: the one that the buffer declared.
         start_fields: fields that are given at the first existing step of a window alone, (B, *field): the recurrent
             state that was stored there.
+        return_steps: a batch has `_steps` (B, L, 2), the serial and the timestep of every entry, as `write` takes them;
+            -1 where none exists. With several folders (B, L, 3), the number of the folder first.
 
     Raises:
         SchemaError: a value that is not one of these, or two that exclude each other; later, an unknown field.
@@ -184,6 +186,7 @@ class Window(View):
     reward: str = "reward"
     terminated: str | None = DECLARED
     start_fields: Names = ()
+    return_steps: bool = False
 
     def __post_init__(self) -> None:
         self._keep_names("fields", "start_fields")
@@ -233,6 +236,7 @@ class Window(View):
             *at_start,
             *["_lens", "_mask", "_start", "_reaches_episode_end"],
             *["_is_first", "_is_last"] * bool(self.continues),
+            *["_steps"] * self.return_steps,
             *["n_step_lens", "_return", "_discount"] * bool(self.n_steps),
             *[f"_mask_{name}" for name in names if self.n_steps and schema.fields[name].final],
             *["_loss_mask"] * bool(self.burn_in or self.n_steps),
@@ -300,6 +304,8 @@ class Window(View):
         }
         if goes_on:
             builder.put_ends("_is_first", "_is_last", steps)
+        if self.return_steps:
+            builder.put_steps("_steps", steps)
         if self.burn_in or self.n_steps:
             self._put_learned(builder, steps, mask, finals)
 

@@ -24,7 +24,7 @@ class Places(NamedTuple):
     Attributes:
         slots, t: (n,) int64 of each value that has a place.
         kept: (N,) which of the values these are.
-        num_gone: of how many indices the episode is gone, or the timestep forgotten.
+        num_gone: of how many indices, not counting those of negative serials, the step is gone.
     """
 
     slots: IntArray
@@ -65,21 +65,8 @@ def places_and_values(
         )
     flat = schema.flatten(data)
     schema.require(flat, where, schema.fields)
-    counts = [_num_steps(schema.fields[name], pairs, value) for name, value in flat.items()]
-    lengths = {count for count in counts if count is not None}
-    if len(lengths) > 1:
-        raise SchemaError(f"{where}: got values of {sorted(lengths)} timesteps from an index, expected as many in each")
-    count = lengths.pop() if lengths else None
-    shape = pairs.shape[:-1] if count is None else (len(pairs), count)
-    values = {name: _encoded(schema, name, value, shape, where) for name, value in flat.items()}
-    return _places(storage.refresh(), pairs.astype(np.int64), count, where), values
-
-
-def _num_steps(field: Field, indices: Array, value: Any) -> int | None:
-    """The timesteps from each index on that values are of; None where they are of the index alone."""
-    if field.is_list or indices.ndim != 2 or np.ndim(value) != len(field.shape) + 2:
-        return None
-    return int(np.shape(value)[1])
+    values = {name: _encoded(schema, name, value, pairs.shape[:-1], where) for name, value in flat.items()}
+    return _places(storage.refresh(), pairs.reshape(-1, 2).astype(np.int64), where), values
 
 
 def _encoded(schema: Schema, name: str, value: Any, shape: tuple[int, ...], where: str) -> Array:
@@ -95,21 +82,16 @@ def _encoded(schema: Schema, name: str, value: Any, shape: tuple[int, ...], wher
     return values.reshape(-1, *values.shape[len(shape) :])
 
 
-def _places(table: EpisodeTable, pairs: IntArray, count: int | None, where: str) -> Places:
-    """The places of (serial, timestep), or of so many timesteps from each on, of which some may not exist."""
-    serials, t = pairs[..., 0].ravel(), pairs[..., 1].ravel()
-    if count is not None:
-        serials, t = serials.repeat(count), (t[:, None] + np.arange(count)).ravel()
+def _places(table: EpisodeTable, pairs: IntArray, where: str) -> Places:
+    """The places of (serial, timestep), those of negative serials left out."""
+    serials, t = pairs[:, 0], pairs[:, 1]
     slots, there = _slots_at(table, serials)
-    inside = (t >= 0) & (t < table.length[slots])
-    wrong = np.flatnonzero(there & ~inside)
-    if count is None and len(wrong):
+    wrong = np.flatnonzero(there & ((t < 0) | (t >= table.length[slots])))
+    if len(wrong):
         serial, length = int(serials[wrong[0]]), table.length[slots[wrong[0]]]
         raise SchemaError(f"{where}: timestep {t[wrong[0]]} of episode {serial}, which has {length}", serial=serial)
-    kept = there & inside & (t >= table.start[slots])
-    gone = (serials >= 0) & ~kept & ~(there & ~inside)
-    num_gone = np.count_nonzero(gone.reshape(-1, count or 1).any(axis=1))
-    return Places(slots[kept], t[kept], kept, int(num_gone))
+    kept = there & (t >= table.start[slots])
+    return Places(slots[kept], t[kept], kept, int(np.count_nonzero((serials >= 0) & ~kept)))
 
 
 def _slots_at(table: EpisodeTable, serials: IntArray) -> tuple[IntArray, BoolArray]:

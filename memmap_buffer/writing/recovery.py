@@ -44,7 +44,8 @@ def take_over(files: WriteHandles) -> SlotAllocator:
         files.write_state(name, value)
     files.sync("/state")
     # Before anything is less trusted: steps of an open episode that were on the disk have no checksums.
-    redo.finish(files)
+    if redo.finish(files):
+        storage.check_always()  # before what that brought back is closed as it is
     close_abandoned(files, storage.refresh().visible)
     for name, value in doubts.items():
         files.write_state(name, value)

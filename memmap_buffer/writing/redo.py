@@ -461,25 +461,29 @@ class Batch:
             _apply(self._files, rewrites, power=self._files.power)
 
 
-def finish(files: WriteHandles) -> None:
-    """Carry a redo file that a dead writer left through to its end; drop it, or put it aside, where that cannot be."""
+def finish(files: WriteHandles) -> bool:
+    """Carry a redo file that a dead writer left through to its end; drop it, or put it aside, where that cannot be.
+
+    Returns: whether episodes that were hidden by it are back.
+    """
     folder = files.storage.folder
     if not folder.exists(NAME):
-        return
+        return False
     with left(files.storage) as found:
         if found.rewrites:
             serials = [rewrite.serial for rewrite in found.rewrites]
             log.warning("%s: finishing an update of episodes %s, interrupted before", folder.path, serials)
             # With barriers whatever the durability of this writer: that of the dead one may have been "power".
             _apply(files, found.rewrites, power=True)
-            return
+            return True
     files.changed()  # it may have been carried out, but for this
     if not found.why:
         folder.unlink(NAME)
-        return
+        return False
     text = "%s: %s, which an update left, %s; it is put aside as %s, and an episode that it was to change may be lost"
     log.warning(text, folder.path, NAME, found.why, BAD)
     folder.rename(NAME, BAD)
+    return False
 
 
 def _apply(files: WriteHandles, rewrites: Sequence[Rewrite], *, power: bool) -> None:

@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -105,20 +106,23 @@ class Promise(NamedTuple):
         states: the folder is in one of them, None being no buffer, unless some writer left the barriers out.
         safe: is there in any case.
         copies: the snapshots that were begun, by folder, and the states that each may be in.
-        changing: the episode that is being changed in place; a reader may not see it before the next writer has come.
+        changing: the episodes that are being changed in place; a reader may not see some of them before the next writer
+            has come.
         doing: what is being done, or was done last.
     """
 
     states: list[State | None]
     safe: State
     copies: dict[int, list[State | None]]
-    changing: int | None = None
+    changing: tuple[int, ...] = ()
     doing: str = ""
 
     @property
     def before_a_writer(self) -> list[State | None]:
         """The states in which a reader that comes first may find the folder."""
-        hidden = [{s: e for s, e in state.items() if s != self.changing} for state in self.states if state is not None]
+        sets = [some for count in range(len(self.changing)) for some in combinations(self.changing, count + 1)]
+        states = [state for state in self.states if state is not None]
+        hidden = [{s: e for s, e in state.items() if s not in some} for state in states for some in sets]
         return [*self.states, *hidden]
 
 
@@ -190,7 +194,7 @@ class Life:
         options = {**sizes, "overwrite": overwrite, **protocol.options}
         self.buffer = ReplayBuffer(self.folder, EPISODES, LONGEST, self.protocol.fields, META_FIELDS, **options)
 
-    def promise(self, *states: State | None, changing: int | None = None) -> Promise:
+    def promise(self, *states: State | None, changing: tuple[int, ...] = ()) -> Promise:
         """From here on the folder is in one of these states."""
         for state in states:
             for serial, episode in (state or {}).items():
@@ -201,7 +205,7 @@ class Life:
         return promise
 
     def do(
-        self, action: Callable[[], Any], *states: State | None, safe: bool = False, changing: int | None = None
+        self, action: Callable[[], Any], *states: State | None, safe: bool = False, changing: tuple[int, ...] = ()
     ) -> None:
         """Do something that takes the folder through these states, the last of which stays."""
         promise = self.promise(self.now, *states, changing=changing)
@@ -222,7 +226,11 @@ class Life:
         """Do this many random things."""
         by_step = self.protocol.how.get("publish") == "step"
         work = [self.by_step] * 5 + [self.withdraw] if by_step else [self.publish] * 8
-        work += [self.update] * 3 + [self.delete, self.clear, self.flush, self.reopen, self.copy, self.overwrite]
+        work += (
+            [self.update] * 3
+            + [self.write] * 3
+            + [self.delete, self.clear, self.flush, self.reopen, self.copy, self.overwrite]
+        )
         for _ in range(steps):
             done = self.rng.choice(work)
             self.doing = done.__name__
@@ -244,7 +252,7 @@ class Life:
         if episode.final:
             opened.final(**episode.final)
         serial = episode.data["serial"]
-        self.do(opened.publish, {**self.now, serial: episode}, changing=serial)
+        self.do(opened.publish, {**self.now, serial: episode}, changing=(serial,))
 
     def withdraw(self) -> None:
         opened, episode = self.open_steps()
@@ -261,7 +269,28 @@ class Life:
         new = Episode({**old.data, **change})
         position = self.buffer.serials.tolist().index(serial)
         shown = {**self.now, serial: new}
-        self.do(lambda: self.buffer.update(position, value=rows, version=self.stamp), shown, changing=serial)
+        self.do(lambda: self.buffer.update(position, value=rows, version=self.stamp), shown, changing=(serial,))
+
+    def write(self) -> None:
+        """New values for some steps of one or two episodes, which may change one before the other."""
+        serials = self.rng.sample([*self.now], min(len(self.now), self.rng.choice((1, 2))))
+        if serials:
+            indices, values, new = self.rewritten({serial: self.now[serial] for serial in serials})
+            one_by_one = [{**self.now, serial: new[serial]} for serial in serials]
+            change = lambda: self.buffer.write(indices, value=values)  # noqa: E731
+            self.do(change, *one_by_one, {**self.now, **new}, changing=tuple(serials))
+
+    def rewritten(self, episodes: State) -> tuple[np.ndarray, np.ndarray, State]:
+        """Some of their timesteps, new values for these, and the episodes as they are then."""
+        indices, values, new = [], [], {}
+        for serial, episode in episodes.items():
+            steps = sorted(self.rng.sample(range(episode.length), self.rng.randint(1, episode.length)))
+            rows, value = self.values(serial, len(steps)), episode.data["value"].copy()
+            value[steps] = rows
+            indices += [(serial, t) for t in steps]
+            values.append(rows)
+            new[serial] = Episode({**episode.data, "value": value})
+        return np.array(indices), np.concatenate(values), new
 
     def delete(self) -> None:
         if self.now:
@@ -341,8 +370,20 @@ class Life:
             longer = {**self.now, serial: episode.until(t + 1, version=0)}
             # The new step is shown before the oldest one leaves.
             between = dict(list(longer.items())[-EPISODES:])
-            self.do(lambda t=t: opened.store(**episode.step(t)), between, self.retired(longer))
+            self.do(lambda t=t, episode=episode: opened.store(**episode.step(t)), between, self.retired(longer))
+            if self.rng.random() < 0.3 and serial in self.now:
+                episode = self.write_open(serial, episode)
         return opened, episode
+
+    def write_open(self, serial: int, episode: Episode) -> Episode:
+        """New values for some steps that an open episode shows; the episode as it goes on then."""
+        indices, values, new = self.rewritten({serial: self.now[serial]})
+        self.do(lambda: self.buffer.write(indices, value=values), {**self.now, **new}, changing=(serial,))
+        for stop in range(1, new[serial].length):  # a crash of the machine may take the steps since the last flush
+            self.ever[serial].add(new[serial].until(stop, version=0))
+        value = episode.data["value"].copy()
+        value[: new[serial].length] = new[serial].data["value"]
+        return Episode({**episode.data, "value": value})
 
     def shown(self) -> list[State]:
         """The states in which the episodes that wait are published, one after the other."""

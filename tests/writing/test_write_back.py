@@ -94,17 +94,48 @@ def test_lists_get_other_members(buffer):
     assert verify(buffer.folder) == []
 
 
-def test_a_batch_of_windows_gets_its_values_where_its_steps_exist(buffer):
-    view = Window(5, stride=2, pad_before=2)
-    batch = buffer.sample(32, view=view, return_indices=True, seed=1)
-    values = torch.arange(32 * 5 * 4, dtype=torch.float32).reshape(32, 5, 4) + 1
+WINDOWS = {
+    "pad": Window(5, stride=2, pad_before=2, return_steps=True),
+    "in front": Window(9, pad_in_front=True, return_steps=True),
+    "shift": Window(10, boundary="shift", return_steps=True),
+    "run on": Window(20, boundary="continue", return_steps=True),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("folders", [1, 2])
+def test_the_steps_of_windows_get_their_values(buffer, tmp_path, name, folders):
+    source = buffer
+    if folders == 2:
+        with make(tmp_path / "other") as other:
+            for serial in range(3):
+                other.store_episode(**episode(serial))
+        source = ConcatBuffer([buffer, other])
+    batch = source.sample(32, view=WINDOWS[name], seed=1)
+    steps, mask = batch["_steps"], batch["_mask"].bool()
+    assert steps.shape == (32, WINDOWS[name].length, 1 + folders) and mask.any()
+    assert (steps[~mask] == -1).all() and (steps[mask] >= 0).all()
+    assert (batch["x"][..., 1] == steps[..., -1])[mask].all()
+    assert (batch["x"][..., 0] == steps[..., -1] + steps[..., -2])[mask].all()
+    if folders == 2:
+        assert {*steps[mask][:, 0].tolist()} == {0, 1}
+        return
+    values = torch.arange(steps[..., 0].numel() * 4, dtype=torch.float32).reshape(*steps.shape[:2], 4) + 1
     expected = everything(buffer)
-    assert buffer.write(batch["_indices"], latent={"z": values}) == 0
-    for k, (serial, start) in enumerate(batch["_indices"].tolist()):
-        for j in range(5):
-            if 0 <= start + j < LENGTH - serial:
-                expected[serial]["latent"]["z"][start + j] = values[k, j]
+    assert buffer.write(steps, latent={"z": values}) == 0
+    for k, j in zip(*np.nonzero(mask.numpy()), strict=True):
+        serial, t = steps[k, j].tolist()
+        expected[serial]["latent"]["z"][t] = values[k, j]
     assert_same(everything(buffer), expected)
+
+
+def test_a_window_that_stops_at_an_end_in_the_middle_names_no_step_behind_it(tmp_path):
+    with ReplayBuffer(tmp_path / "ends", 2, 10, {"n": "int", "terminated": "bool"}) as buffer:
+        buffer.store_episode(n=np.arange(10), terminated=np.arange(10) == 4)
+        batch = buffer.sample(64, view=Window(4, return_steps=True), seed=1)
+        t = batch["_steps"][..., 1]
+        assert (t == torch.where(batch["_mask"].bool(), batch["n"], -1)).all()
+        assert (t[batch["_start"] == 3] == torch.tensor([3, 4, -1, -1])).all() and (batch["_start"] == 3).any()
 
 
 def test_each_step_of_a_batch_may_be_named_and_padding_is_of_none(buffer):
@@ -123,8 +154,6 @@ def test_what_is_gone_is_counted(buffer):
     buffer.store_episode(**episode(RING + 1))
     buffer.delete(1)
     assert gone and buffer.write(batch["_indices"], latent={"z": np.ones((64, 4))}) == gone
-    windows = [[0, 2], [3, 1], [4, 6]]
-    assert buffer.write(windows, latent={"z": np.ones((3, 4, 4))}) == 2
     assert buffer.write(np.empty((0, 2), int), latent={"z": np.ones((0, 4))}) == 0
     assert verify(buffer.folder) == []
 
@@ -137,7 +166,6 @@ def test_steps_that_a_capacity_forgot_are_gone(tmp_path):
         start = int(first[first[:, 0] == 1][:, 1].min())
         assert start > 1
         assert buffer.write([[1, start - 1], [1, start], [0, 0]], x=np.ones((3, 3))) == 2
-        assert buffer.write([[1, start - 1]], x=np.ones((1, 2, 3))) == 1
     assert verify(tmp_path / "ring") == []
 
 
@@ -233,7 +261,6 @@ def test_a_thread_that_draws_beside_it_sees_all_steps_of_an_episode_as_before_or
         ([[0, 1]], {"y": 1}, "write: got 'y'"),
         ([[0, 1]], {"x": np.ones((2, 3))}, r"'x' of shape \(2, 3\), expected \(1, 3\)"),
         ([[0, 1]], {"x": np.ones((1, 4))}, r"'x', write: got shape \(1, 4\)"),
-        ([[0, 1]], {"x": np.ones((1, 2, 3)), "packed": np.ones((1, 3, 2))}, r"\[2, 3\] timesteps from an index"),
         ([[0, 1]], {"packed": [[1.5, 0]]}, "not a whole number"),
         ([[0, 1]], {}, "no data was given"),
     ],
