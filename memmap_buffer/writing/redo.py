@@ -143,7 +143,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def by_slot(cls, slots: IntArray, t: IntArray, values: Array) -> dict[int, Steps]:
-        """Those of each slot, of timesteps (N,) in any order; the last values of one that comes twice."""
+        """New values by slot, of timesteps (N,) in any order; the last values of a timestep that comes twice."""
         order = np.lexsort((t, slots))
         slots, t = slots[order], t[order]
         is_last = np.ones(len(t), np.bool_)
@@ -444,7 +444,7 @@ class Batch:
         self._size = 0
 
     def add(self, slot: int, plan: Callable[[], Rewrite]) -> None:
-        """One more, once those before it are carried out where they are of this slot, too, or many."""
+        """Take another one, once those before it are carried out where they are of this slot, too, or many."""
         if slot in self._rewrites or self._size > PART or len(self._rewrites) == MAX_SLOTS:
             self.carry_out()
         self._rewrites[slot] = rewrite = plan()

@@ -283,8 +283,11 @@ class Life:
     def rewritten(self, episodes: State) -> tuple[np.ndarray, np.ndarray, State]:
         """Some of their timesteps, new values for these, and the episodes as they are then."""
         indices, values, new = [], [], {}
+        shown = dict(zip(self.buffer.serials.tolist(), self.buffer.episode_lens.tolist(), strict=True))
         for serial, episode in episodes.items():
-            steps = sorted(self.rng.sample(range(episode.length), self.rng.randint(1, episode.length)))
+            # Of an open episode whose number a crash had left in doubt, the first step is shown until it ends.
+            count = min(episode.length, shown[serial])
+            steps = sorted(self.rng.sample(range(count), self.rng.randint(1, count)))
             rows, value = self.values(serial, len(steps)), episode.data["value"].copy()
             value[steps] = rows
             indices += [(serial, t) for t in steps]
