@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.collector import Collector
 from memmap_buffer.api.concat import ConcatBuffer, ConcatReplayBuffer
+from memmap_buffer.api.mixture import Source, mixture_loader
 from memmap_buffer.codecs import Jpeg, Zstd
 from memmap_buffer.errors import (
     BufferFullError,
@@ -115,6 +116,7 @@ __all__ = [
     "Schema",
     "SchemaError",
     "SchemaMismatchError",
+    "Source",
     "StaleEpisodeError",
     "Statistics",
     "Store",
@@ -135,6 +137,7 @@ __all__ = [
     "fetched_of",
     "measure_disk_speed",
     "measure_store",
+    "mixture_loader",
     "pack",
     "publish",
     "pull",

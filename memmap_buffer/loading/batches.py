@@ -236,7 +236,7 @@ class ItemDataset:
         return self._read(self.reader.crop(anchors, form_of(self.reader.output.format).rng))
 
     def _read(self, anchors: Anchors) -> Batch:
-        data = finished(self.reader, self.reader.read(anchors), partial(_rng_of, anchors))
+        data = finished(self.reader, self.reader.read(anchors), partial(rng_of, anchors))
         output = self.reader.output
         return Batch(data, anchors.size, output.tuple_names, Item if output.format == "torch" else dict)
 
@@ -331,7 +331,7 @@ def _not_by_position(option: str, value: object, more: str = "") -> SchemaError:
     )
 
 
-def _rng_of(anchors: Anchors) -> np.random.Generator:
+def rng_of(anchors: Anchors) -> np.random.Generator:
     """The generator of a batch."""
     assert anchors.chance is not None
     return np.random.default_rng(anchors.chance[:1])

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.loading.epochs import EpochSampler
-from memmap_buffer.views.anchors import Anchors
+from memmap_buffer.views.anchors import Anchors, MixedAnchors
 
 
 @dataclass(frozen=True)
@@ -76,40 +76,41 @@ def _connected() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-class Drawn(Sequence[Anchors]):
+class Drawn(Sequence[Any]):
     """A batch that is drawn and not read, for trainers that split, join or fill up batches: a sequence of its items.
 
     Args:
         anchors: of the batch.
     """
 
-    def __init__(self, anchors: Anchors) -> None:
+    def __init__(self, anchors: Anchors | MixedAnchors) -> None:
         self.anchors = anchors
 
     def __len__(self) -> int:
         return self.anchors.size
 
     @overload
-    def __getitem__(self, i: int) -> Anchors: ...
+    def __getitem__(self, i: int) -> Anchors | MixedAnchors: ...
     @overload
     def __getitem__(self, i: slice) -> Drawn: ...
-    def __getitem__(self, i: int | slice) -> Anchors | Drawn:
+    def __getitem__(self, i: int | slice) -> Anchors | MixedAnchors | Drawn:
         if isinstance(i, slice):
             return Drawn(self.anchors.where(i))
         at = range(len(self))[i]
         return self.anchors.where(slice(at, at + 1))
 
-    def __add__(self, others: Sequence[Anchors]) -> list[Anchors]:
+    def __add__(self, others: Sequence[Any]) -> list[Any]:
         return [*self, *others]
 
 
-def anchors_of(batch: Any) -> Anchors | None:
+def anchors_of(batch: Any) -> Any:
     """The anchors of a batch, as our sampler gave it or a trainer put it together; None for anything else."""
-    if isinstance(batch, Anchors):
+    if isinstance(batch, (Anchors, MixedAnchors)):
         return batch
     if isinstance(batch, Drawn):
         return batch.anchors
-    return Anchors.joined(batch) if type(batch) is list and batch and isinstance(batch[0], Anchors) else None
+    is_list = type(batch) is list and batch and isinstance(batch[0], (Anchors, MixedAnchors))
+    return type(batch[0]).joined(batch) if is_list else None
 
 
 class EpochItems(DistributedSampler[Any]):

@@ -91,7 +91,7 @@ class EpochSampler(Generic[AnyEpoch]):
         """The next epoch, of what there is now."""
         raise NotImplementedError
 
-    def _batches_of(self, epoch: AnyEpoch) -> Iterator[Anchors]:
+    def _batches_of(self, epoch: AnyEpoch) -> Iterator[Any]:
         """The batches of an epoch, which counts from the first on: a DataLoader drops the first of two iterators."""
         raise NotImplementedError
 
@@ -117,6 +117,14 @@ class EpochSampler(Generic[AnyEpoch]):
         """The epoch of which rank 0 told, or this rank's own where that is the same; asked: `_asked` of each rank."""
         raise NotImplementedError
 
+    def _folder_states(self) -> Any:
+        """The folders as this rank reads them."""
+        return folder_states(self._folders)
+
+    def _require_same(self, ranks: Sequence[tuple[str, Any]]) -> None:
+        """Raise SchemaError where a rank reads other data; of each its host, and `_folder_states`."""
+        require_same(ranks, self._folders)
+
     # What is the same for each
 
     def set_epoch(self, epoch: int) -> None:
@@ -137,12 +145,12 @@ class EpochSampler(Generic[AnyEpoch]):
         split = self._split(self._loaded or self._new(), ranks)
         return split.before + len(split)
 
-    def __iter__(self) -> Iterator[Anchors]:
+    def __iter__(self) -> Iterator[Any]:
         epoch = self._begun if self._ready else None
         epoch, self._ready = epoch or self.begin(), False
         yield from self._batches_of(epoch)
 
-    def whole(self) -> Iterator[Anchors]:
+    def whole(self) -> Iterator[Any]:
         """All batches of the next epoch, for a trainer that shares them among the ranks itself.
 
         What it covers is fixed at once, as `begin` does, and all ranks must call it. `state_dict` does not count them.
@@ -222,7 +230,7 @@ class EpochSampler(Generic[AnyEpoch]):
         failed: Exception | None = None
         try:
             epoch = epoch or self._new()
-            stands = host_name(), folder_states(self._folders), None if self._loaded else self._asked(epoch)
+            stands = host_name(), self._folder_states(), None if self._loaded else self._asked(epoch)
         except Exception as error:  # an OSError or one of a user's filter, too: the others wait for this rank
             epoch, failed = None, error
         state = ranks.agree({} if epoch is None else self._state_for_ranks(epoch))
@@ -231,7 +239,7 @@ class EpochSampler(Generic[AnyEpoch]):
             if failed is not None:
                 raise failed
             if None not in everywhere:
-                require_same([(host, states) for host, states, _ in everywhere], self._folders)
+                self._require_same([(host, states) for host, states, _ in everywhere])
         assert epoch is not None
         with all_or_none(ranks):
             epoch = self._of_rank_0(epoch, state, [asked for *_, asked in everywhere])
@@ -361,14 +369,17 @@ class OrderedSampler(EpochSampler[Epoch]):
 
     def _batches_of(self, epoch: Epoch) -> Iterator[Anchors]:
         self.epoch, self._loaded, self._on_stale = epoch.number + 1, None, self.reader.on_stale
+        for anchors, size in self._chunks(epoch, self.order_of(epoch)):
+            for at in range(0, anchors.size, size):
+                yield anchors.where(slice(at, at + size))
+
+    def order_of(self, epoch: Epoch) -> Order:
+        """The order of the items of an epoch."""
         bounds: Sequence[int] = ()
         quota = None
         if self.weights is not None:
             bounds, quota = folder_bounds(self.reader, epoch.index, len(self.weights)), Quota(self.weights)
-        order = Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
-        for anchors, size in self._chunks(epoch, order):
-            for at in range(0, anchors.size, size):
-                yield anchors.where(slice(at, at + size))
+        return Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
 
     def _chunks(self, epoch: Epoch, order: Order) -> Iterator[tuple[Anchors, int]]:
         """The anchors of many batches at a time, and how many items each of these has."""

@@ -82,6 +82,38 @@ class Anchors(NamedTuple):
 
 
 @dataclass(frozen=True)
+class MixedAnchors:
+    """The anchors of a batch, source by source.
+
+    Attributes:
+        source: (B,) the number of the source of each item.
+        parts: of each source its anchors, in the order of its items.
+    """
+
+    source: IntArray
+    parts: tuple[Anchors, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of items."""
+        return len(self.source)
+
+    def where(self, chosen: Any) -> MixedAnchors:
+        """The anchors at an index array or a slice."""
+        place = np.empty(self.size, np.int64)
+        for number, part in enumerate(self.parts):
+            place[self.source == number] = np.arange(part.size)
+        source, place = self.source[chosen], place[chosen]
+        return MixedAnchors(source, tuple(part.where(place[source == i]) for i, part in enumerate(self.parts)))
+
+    @staticmethod
+    def joined(batches: Sequence[MixedAnchors]) -> MixedAnchors:
+        """Several batches of anchors as one."""
+        parts = zip(*(batch.parts for batch in batches), strict=True)
+        return MixedAnchors(np.concatenate([batch.source for batch in batches]), tuple(map(Anchors.joined, parts)))
+
+
+@dataclass(frozen=True)
 class Runs:
     """Runs of anchors of one folder: run r has t = min(first + i * stride, last) for i < count; a view has one stride.
 
