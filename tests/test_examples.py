@@ -234,3 +234,14 @@ def test_hosts_are_plain_processes_where_networks_cannot_be_made(tmp_path, monke
     with hosts.Hosts(tmp_path, ["a"], []) as made:
         assert "ip" in made.why_not and made.address == "127.0.0.1"
         assert made.command("a", ["program"]) == ["program"]
+
+
+def test_one_network_learns_from_three_unlike_robots(tmp_path):
+    """As the tests have neither a display nor a time for it, the smallest of the kind."""
+    pytest.importorskip("mujoco")
+    pytest.importorskip("pygame")
+    done = run("mixture", tmp_path, "--episodes", 4, "--updates", 300)
+    assert done.returncode == 0, done.stderr
+    errors = re.findall(r"(\w+): 4 episodes, error ([\d.]+) before, ([\d.]+) after", done.stdout)
+    assert [robot for robot, *_ in errors] == ["pendulum", "car", "hopper"]
+    assert all(float(after) < float(before) for _, before, after in errors), done.stdout

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import STOP, Words
 
@@ -98,12 +99,17 @@ class MixedAnchors:
         """The number of items."""
         return len(self.source)
 
-    def where(self, chosen: Any) -> MixedAnchors:
-        """The anchors at an index array or a slice."""
+    @cached_property
+    def _place(self) -> IntArray:
+        """(B,) where each item stands in the part of its source."""
         place = np.empty(self.size, np.int64)
         for number, part in enumerate(self.parts):
             place[self.source == number] = np.arange(part.size)
-        source, place = self.source[chosen], place[chosen]
+        return place
+
+    def where(self, chosen: Any) -> MixedAnchors:
+        """The anchors at an index array or a slice."""
+        source, place = self.source[chosen], self._place[chosen]
         return MixedAnchors(source, tuple(part.where(place[source == i]) for i, part in enumerate(self.parts)))
 
     @staticmethod
