@@ -158,6 +158,13 @@ CHANGES: dict[str, tuple[Callable[[ReplayBuffer], Any], list[list[dict[str, Any]
         lambda buffer: buffer.update([0, 1], task=9),
         [[{**recorded(n), "task": 9} if n <= changed else recorded(n) for n in (1, 2, 3)] for changed in range(3)],
     ),
+    "write": (
+        lambda buffer: buffer.write([[0, 1], [1, 0]], x=[8, 9]),
+        [
+            [recorded(n) | {"x": changed} if (changed := values.get(n)) else recorded(n) for n in (1, 2, 3)]
+            for values in ({}, {1: [10, 8]}, {1: [10, 8], 2: [9, 21]})
+        ],
+    ),
     "delete": (
         lambda buffer: buffer.delete([0, 1]),
         [[recorded(n) for n in left] for left in [(1, 2, 3), (2, 3), (1, 3), (3,)]],
@@ -194,6 +201,27 @@ CHANGES: dict[str, tuple[Callable[[ReplayBuffer], Any], list[list[dict[str, Any]
     ),
     "close": (lambda buffer: buffer.close(), [[recorded(n) for n in (1, 2, 3)]]),
 }
+
+
+@some_lines
+def test_a_write_to_an_open_episode_that_is_interrupted_is_done_or_not_and_the_episode_goes_on(tmp_path, stride):
+    at, seen, error = -stride, set(), KeyboardInterrupt()
+    while error is not None:
+        at += stride
+        folder = tmp_path / f"{at}"
+        with make(folder, publish="step") as buffer:
+            record(buffer, 1)
+            with buffer.one_episode(task=3) as episode:
+                episode.store(x=20)
+                episode.store(x=21)
+                error = interrupted(partial(buffer.write, [[1, 0], [0, 1], [1, 1]], x=[7, 8, 9]), at)
+                written = [tuple(each["x"]) for each in content(folder)]
+                episode.store(x=22)
+            assert [tuple(each["x"]) for each in content(buffer)] == [written[0], (*written[1], 22)], error
+        assert written in ([(10, 11), (20, 21)], [(10, 8), (20, 21)], [(10, 8), (7, 9)])
+        assert verify(folder) == []
+        seen.add(written[1])
+    assert at > 30 and len(seen) == 2
 
 
 @some_lines
