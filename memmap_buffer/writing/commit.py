@@ -454,8 +454,8 @@ class SlotWriter:
             self.published = True
         generation = self.files.storage.maps.words.item(self.slot, GENERATION)
         if self.published and generation % 2 == 0 and self._generation != generation - 1:
-            self._generation = generation - 1  # its rows were changed in place
-            self._sums, self._summed = dict.fromkeys(self._sums, EMPTY), 0
+            self._sums, self._summed = dict.fromkeys(self._sums, EMPTY), 0  # its rows were changed in place
+            self._generation = generation - 1  # last: an interruption before it has this done again
 
     def rewind(self) -> None:
         """Forget the rows that were written beyond what is published."""
