@@ -164,7 +164,7 @@ def cursor(buffer: ReplayBuffer) -> int:
 
 def episode_count(buffer: ReplayBuffer | ConcatBuffer) -> int:
     """How many episodes were ever published, those that are gone included, by any process."""
-    return sum(storage.state("next") for storage in buffer._folders.storages if not storage.withdrawn)
+    return buffer.num_published
 
 
 def is_empty(buffer: ReplayBuffer | ConcatBuffer) -> bool:
@@ -176,7 +176,8 @@ def is_full(buffer: ReplayBuffer) -> bool:
     """Whether the next timestep, or without a `capacity` the next episode, overwrites the oldest or does not fit."""
     if buffer.capacity is not None and buffer.num_steps >= buffer.capacity:
         return True
-    return len(buffer._storage.refresh()) >= buffer.max_episodes
+    trimmed = buffer.num_steps > buffer.episode_lens.sum()  # a `capacity` has forgotten first steps of the oldest one
+    return bool(buffer.num_episodes + trimmed >= buffer.max_episodes)
 
 
 def add_and_sample(buffer: ReplayBuffer, step: Mapping[str, Any], batch_size: int, **options: Any) -> Any:
@@ -222,6 +223,6 @@ def step_spec(buffer: ReplayBuffer) -> dict[str, StepSpec]:
 
 
 def storage_spec(buffer: ReplayBuffer) -> dict[str, StorageSpec]:
-    """Where each field is stored, by dotted name; of a compressed one the index, and `<name>/blobs` besides."""
-    arrays = {key: array for key, array in buffer._storage.layout.arrays.items() if not key.startswith("/")}
-    return {name: StorageSpec(buffer.folder / a.name, a.shape, a.dtype, a.size) for name, a in arrays.items()}
+    """Where each field is stored, as `ReplayBuffer.files` says it."""
+    folder = buffer.folder
+    return {name: StorageSpec(folder / a.name, a.shape, a.dtype, a.size) for name, a in buffer.files.items()}

@@ -239,6 +239,11 @@ def test_the_names_of_memmap_replay_buffer_stand_on_the_public_ones_alone() -> N
     assert private_attributes("\n".join(sources)) == set()
 
 
+def test_the_names_of_other_systems_stand_on_the_public_ones_alone() -> None:
+    assert private_names(SOURCES["compat"]) == []
+    assert private_attributes(SOURCES["compat"]) == set()
+
+
 @each_module
 def test_nothing_is_unpickled_printed_or_left_to_a_finaliser(name: str) -> None:
     source = SOURCES[name]

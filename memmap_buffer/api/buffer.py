@@ -20,7 +20,7 @@ from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyE
 from memmap_buffer.format import creation
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import SPARE_SLOTS, Layout
+from memmap_buffer.format.layout import SPARE_SLOTS, ArrayFile, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.shards import require_new_place, take_free, tell_readers
 from memmap_buffer.format.storage import Storage
@@ -54,9 +54,9 @@ class ReplayBuffer(Recording, Readable):
     - Reading: dataloader, dataset, sample, batch; priorities, update_priorities; episode, episodes, get_all_data
     - Changing: update, write, store_datapoint, store_meta_datapoint, set_valid: values; delete, clear, reset_:
       episodes; add_field, drop_field, rename_field, recompute: columns; mark: labels and notes
-    - Looking: num_episodes, num_steps, episode_lens, episode_times, serials, marks, refresh; schema, fieldnames,
-      meta_fieldnames, batch_spec, show, browse, statistics; folder, read_only; capacity, max_episodes, max_timesteps,
-      circular, spare_slots
+    - Looking: num_episodes, num_steps, num_published, episode_lens, episode_times, serials, marks, refresh; schema,
+      fieldnames, meta_fieldnames, batch_spec, show, browse, statistics; folder, files, read_only; capacity,
+      max_episodes, max_timesteps, circular, spare_slots
 
     Args:
         folder: where it is; made if it is missing. As in every path, `~` is the home folder.
@@ -393,6 +393,11 @@ class ReplayBuffer(Recording, Readable):
     def folder(self) -> Path:
         """Where it is."""
         return self._storage.path
+
+    @property
+    def files(self) -> dict[str, ArrayFile]:
+        """The `.npy` file of each field, by dotted name; of a compressed one the index, and `<name>/blobs` besides."""
+        return {name: file for name, file in self._storage.layout.arrays.items() if not name.startswith("/")}
 
     @property
     def read_only(self) -> bool:

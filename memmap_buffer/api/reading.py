@@ -125,6 +125,11 @@ class Readable(Markable):
         return sum(table.steps for table in self._folders.refresh())
 
     @property
+    def num_published(self) -> int:
+        """How many episodes were ever published, by any process; those that are gone count, too."""
+        return sum(storage.state("next") for storage in self._folders.storages if not storage.withdrawn)
+
+    @property
     def episode_lens(self) -> IntArray:
         """(episodes,) int64 timesteps of each episode, oldest first."""
         return np.concatenate([table.length[table.whole] for table in self._tables()])

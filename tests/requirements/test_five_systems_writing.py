@@ -354,6 +354,14 @@ def test_S3_07_how_much_there_is_and_ever_was(tmp_path):
         for number in range(4):
             buffer.store_episode(**step(number))  # of two timesteps
             assert is_full(buffer) == (number >= 2)
+    with make(tmp_path / "trimmed", 3, 9, capacity=5, circular=None) as buffer:
+        for number in range(3):
+            buffer.store_episode(**step(number))
+        buffer.delete([-1])
+        assert (buffer.num_steps, buffer.num_episodes, is_full(buffer)) == (3, 1, False)
+        buffer.add(**step(3, envs=1))
+        buffer.end_episodes()
+        assert (buffer.num_steps, buffer.num_episodes, is_full(buffer)) == (4, 2, True)  # with the trimmed one
 
 
 @pytest.mark.parametrize("publish", ["episode", "step"])
