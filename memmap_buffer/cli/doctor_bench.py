@@ -23,11 +23,11 @@ from memmap_buffer import (
     measure_disk_speed,
     measure_store,
 )
-from memmap_buffer.adapters import flatten, path_of
+from memmap_buffer.adapters import flatten, path_of, progress
 from memmap_buffer.cli.folders import disk_use, opened
 from memmap_buffer.cli.minimal import FOUND, clean, say
 from memmap_buffer.cli.remote import StorageOptions, parsed
-from memmap_buffer.cli.terminal import Json, Place, bytes_of, end, progress, say_json, show_table
+from memmap_buffer.cli.terminal import Json, Place, bytes_of, end, say_json, show_table
 
 BATCH = 256
 BURST = 0.02  # seconds: short enough that some bursts meet no other work
@@ -223,13 +223,18 @@ def _size_of(draw: Callable[[], Any]) -> tuple[int, int] | None:
 def _bursts(contenders: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
     """Seconds that a call of each takes: the mean of the fastest fifth of its bursts."""
     bursts: dict[str, list[float]] = {name: [] for name in contenders}
-    begin = time.perf_counter()
-    with progress("measuring", seconds) as tell:
-        while not all(bursts.values()) or time.perf_counter() - begin < seconds:
-            for name, call in contenders.items():
-                bursts[name].append(_burst(call))
-                tell(time.perf_counter() - begin)
+    for _ in progress(_rounds(seconds), "measuring"):
+        for name, call in contenders.items():
+            bursts[name].append(_burst(call))
     return {name: float(np.mean(sorted(took)[: max(1, len(took) // 5)])) for name, took in bursts.items()}
+
+
+def _rounds(seconds: float) -> Iterator[None]:
+    """A round at least, and others until the time is over."""
+    end_time = time.perf_counter() + seconds
+    yield
+    while time.perf_counter() < end_time:
+        yield
 
 
 def _burst(call: Callable[[], Any]) -> float:

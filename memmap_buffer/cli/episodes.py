@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer import ReplayBuffer
-from memmap_buffer.adapters import EpisodeColumns, tags_of
-from memmap_buffer.cli.terminal import Problem, progress
+from memmap_buffer.adapters import EpisodeColumns, progress, tags_of
+from memmap_buffer.cli.terminal import Problem
 
 TRIES = 100
 Array: TypeAlias = npt.NDArray[Any]
@@ -20,15 +20,18 @@ Array: TypeAlias = npt.NDArray[Any]
 def table_of(buffer: ReplayBuffer, reward: str = "reward") -> dict[str, Array]:
     """The columns of `EpisodeColumns`, with the returns and ends of all episodes."""
     table = EpisodeColumns(buffer, reward)
-    with progress("episodes", len(table.names)) as tell:
-        while len(names := table.pending()):
-            data = table.read(names)
-            if data is None:
-                table.follow()  # the ring moved on
-            else:
-                table.add(names, data)
-                tell(round(table.progress * len(table.names)))
+    for names in progress(_pending(table), "reading"):
+        data = table.read(names)
+        if data is None:
+            table.follow()  # the ring moved on
+        else:
+            table.add(names, data)
     return table.columns
+
+
+def _pending(table: EpisodeColumns) -> Iterator[Array]:
+    while len(names := table.pending()):
+        yield names
 
 
 def marked_table_of(buffer: ReplayBuffer, reward: str = "reward") -> dict[str, Array]:

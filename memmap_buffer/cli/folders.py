@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from memmap_buffer import MemmapBufferError, ReplayBuffer, shards_at
 from memmap_buffer.adapters import Verify, is_url
 from memmap_buffer.cli.minimal import agreed, say, shards_of
-from memmap_buffer.cli.terminal import Problem, is_terminal, progress
-
-POLL = 0.2  # seconds between two updates of a copy's bar
+from memmap_buffer.cli.terminal import Problem
 
 
 def opened(place: Path | str, *, verify: Verify = "auto") -> ReplayBuffer:
@@ -52,28 +49,6 @@ def disk_use(folder: Path) -> tuple[int, int]:
     """(bytes that the files of a folder take on disk, their bytes with holes)."""
     statuses = [path.lstat() for path in list(folder.rglob("*")) if not path.is_symlink() and path.is_file()]
     return sum(status.st_blocks * 512 for status in statuses), sum(status.st_size for status in statuses)
-
-
-@contextmanager
-def watching(what: str, folder: Path, total: float) -> Iterator[None]:
-    """Show a bar during the block, which fills a folder: its bytes on disk, out of `total`."""
-    done = threading.Event()
-
-    def poll(tell: Callable[[float], None]) -> None:
-        while not done.wait(POLL):
-            with suppress(OSError):  # a file was removed between listing and looking
-                tell(disk_use(folder)[0])
-
-    with progress(what, total, in_bytes=True) as tell:
-        watcher = threading.Thread(target=poll, args=(tell,), daemon=True)
-        if is_terminal():
-            watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            if watcher.ident is not None:
-                watcher.join()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from memmap_buffer.adapters import IfExists
 from memmap_buffer.adapters import Target as ImportTarget
 from memmap_buffer.cli.folders import new_file, opened
 from memmap_buffer.cli.minimal import explained, say
-from memmap_buffer.cli.terminal import Place, Problem, Target, Yes, progress
+from memmap_buffer.cli.terminal import Place, Problem, Target, Yes
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def import_(
         ImportTarget.checked(target, if_exists)
         if not FORMATS[form].named and not Path(source).exists():
             raise Problem(f"{source}: there is no such file or folder; check the path")
-        with progress(f"importing {form}", None), function(source, target, if_exists=if_exists, **options) as buffer:
+        with function(source, target, if_exists=if_exists, **options) as buffer:
             count, steps = buffer.num_episodes, buffer.num_steps
     say(f"{target}: {count} episodes, {steps} steps")
 
@@ -93,11 +93,10 @@ def export(
     options = options_of(function, option or ())
     with _errors_as_options(function), opened(folder) as buffer:
         if FORMATS[form].named:
-            with progress(f"exporting {form}", None):
-                function(buffer, target, **options)
+            function(buffer, target, **options)
             say(f"wrote {target}")
             return
-        with new_file(Path(target), yes) as place, progress(f"exporting {form}", None):
+        with new_file(Path(target), yes) as place:
             function(buffer, place, **options)
 
 

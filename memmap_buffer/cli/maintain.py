@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +12,13 @@ import numpy as np
 import typer
 
 import memmap_buffer
-from memmap_buffer import ConcatBuffer, Field, Mark, ReplayBuffer, bytes_to_copy
-from memmap_buffer.adapters import matching
+from memmap_buffer import ConcatBuffer, Field, Mark, ReplayBuffer
+from memmap_buffer.adapters import matching, progress
 from memmap_buffer.cli import minimal
 from memmap_buffer.cli.episodes import marked_table_of, read_episode, serials_of
-from memmap_buffer.cli.folders import new_folder, opened, require_new, watching
+from memmap_buffer.cli.folders import new_folder, opened, require_new
 from memmap_buffer.cli.minimal import FOUND, OK, agreed, codecs_of, print_left_out, say, shards_of
-from memmap_buffer.cli.terminal import Episodes, FolderArgument, Problem, Target, Where, Yes, end, progress
+from memmap_buffer.cli.terminal import Episodes, FolderArgument, Problem, Target, Where, Yes, end
 
 Source = Annotated[Path, typer.Argument(help="The folder to copy; it may be in use.", show_default=False)]
 Size = Annotated[int | None, typer.Option(min=1, help="As many as the source, if not given.")]
@@ -29,9 +29,7 @@ Parts = Annotated[list[str] | None, typer.Option("--part", help="A part and its 
 
 def verify(folder: FolderArgument) -> None:
     """Check every file, record and checksum; reads only. Ends with 1 where something published is lost."""
-    with progress("checking", None):
-        findings = [*minimal.verify_all(folder), *minimal.unfinished(folder)]
-    end(minimal.print_findings(findings))
+    end(minimal.print_findings([*minimal.verify_all(folder), *minimal.unfinished(folder)]))
 
 
 def repair(folder: FolderArgument, yes: Yes = False) -> None:
@@ -41,19 +39,14 @@ def repair(folder: FolderArgument, yes: Yes = False) -> None:
 
 def pack(source: Source, target: Target, codec: Codecs = None) -> None:
     """Copy a buffer into a new folder that is read-only and without holes: the form to keep and to publish."""
-    wanted = codecs_of(codec)
-    with nullcontext() if wanted else watching("packing", target, bytes_to_copy(source)):  # else it has its own bar
-        left_out = memmap_buffer.pack(source, target, codec=wanted)
-    end(minimal.print_copy(target, left_out))
+    end(minimal.print_copy(target, memmap_buffer.pack(source, target, codec=codecs_of(codec))))
 
 
 def unpack(
     source: Source, target: Target, max_episodes: Size = None, max_timesteps: Size = None, codec: Codecs = None
 ) -> None:
     """Copy a buffer, packed or not, into a new folder that can be written to."""
-    wanted = codecs_of(codec)
-    with nullcontext() if wanted else watching("unpacking", target, bytes_to_copy(source)):
-        left_out = memmap_buffer.unpack(source, target, max_episodes, max_timesteps, codec=wanted)
+    left_out = memmap_buffer.unpack(source, target, max_episodes, max_timesteps, codec=codecs_of(codec))
     end(minimal.print_copy(target, left_out))
 
 
@@ -79,17 +72,15 @@ def merge(
         left_out, marked = [], dict[Mark, list[int]]()
         with (
             new_folder(target) as place,
-            progress("merging", len(planned)) as tell,
             ReplayBuffer(place, room, joined.max_timesteps, joined.schema) as merged,
         ):
-            for count, (n, serial) in enumerate(planned):
+            for n, serial in progress(planned, "merging"):
                 try:
                     merged.store_episode(**read_episode(buffers[n], serial))
                     if serial in marks[n]:
                         marked.setdefault(marks[n][serial], []).append(int(merged.serials[-1]))
                 except Problem:
                     left_out.append(f"{buffers[n].folder}: episode {serial}")
-                tell(count + 1)
             for mark, serials in marked.items():
                 merged.mark(serials, add=mark.labels, note=mark.note)
             made = f"{target}: {merged.num_episodes} episodes, {merged.num_steps} steps"
@@ -121,7 +112,7 @@ def split(
     if empty:
         raise Problem(f"split: no episode falls into {', '.join(empty)}; give it a larger share, or another --seed")
     left_out: list[int] = []
-    with new_folder(target) as place, watching("splitting", place, bytes_to_copy(source)):
+    with new_folder(target) as place:
         for name, members in chosen.items():
             left_out += memmap_buffer.pack(source, place / name, episodes=np.searchsorted(serials, members))
             with opened(place / name, verify="never") as made:

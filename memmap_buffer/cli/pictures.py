@@ -15,11 +15,11 @@ import numpy as np
 import typer
 
 from memmap_buffer import ReplayBuffer
-from memmap_buffer.adapters import MAX_LINES, draw_lines, extra, frames_of, is_image, lines_of
+from memmap_buffer.adapters import MAX_LINES, draw_lines, extra, frames_of, is_image, lines_of, progress
 from memmap_buffer.cli.episodes import Array, read_episode, serial_of, serials_of, table_of
 from memmap_buffer.cli.folders import name_of, new_file, opened
 from memmap_buffer.cli.minimal import say
-from memmap_buffer.cli.terminal import Episode, Episodes, Fields, Place, Problem, Reward, Yes, progress
+from memmap_buffer.cli.terminal import Episode, Episodes, Fields, Place, Problem, Reward, Yes
 from memmap_buffer.interop.video import grid_of, pillow_images, write_gif, write_mp4
 
 SHEET = 16  # frames of a contact sheet
@@ -211,15 +211,14 @@ def record(buffer: ReplayBuffer, serials: list[int], fields: tuple[str, ...], pl
     """
     with extra("rerun"):
         import rerun
-    with rerun.RecordingStream("memmap-buffer") as recording, progress("episodes", len(serials)) as tell:
+    with rerun.RecordingStream("memmap-buffer") as recording:
         recording.save(place)
         begin = 0
-        for count, serial in enumerate(serials):
+        for serial in progress(serials, "episodes"):
             data = read_episode(buffer, serial)
             length = max(len(data[name]) for name in buffer.fieldnames)
             _log_episode(recording, buffer, {name: data[name] for name in fields}, serial, begin)
             begin += length
-            tell(count + 1)
 
 
 def _log_episode(recording: Any, buffer: ReplayBuffer, data: dict[str, Any], serial: int, begin: int) -> None:

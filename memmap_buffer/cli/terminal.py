@@ -1,12 +1,11 @@
-"""The user of the commands: the arguments that several share, and JSON, tables and progress bars on the terminal."""
+"""The user of the commands: the arguments that several share, and JSON and tables on the terminal."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import typer
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -69,7 +67,8 @@ def show_table(title: str, columns: Mapping[str, Sequence[Any]]) -> None:
     In a table that is wider than the terminal names are folded and long texts cut; if it still is, it is printed as
     several below each other, each with the first column.
     """
-    console = _console(sys.stdout)
+    width = None if sys.stdout.isatty() else WIDE
+    console = Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
     cells = {clean(name): [clean(cell_of(v)).replace("\n", " ") for v in values] for name, values in columns.items()}
     right = [
         all(value is None or isinstance(value, (int, float, np.number, np.bool_)) for value in v)
@@ -156,32 +155,6 @@ def end(code: int) -> None:
     """End the command with an exit code; 0 goes on."""
     if code:
         raise typer.Exit(code)
-
-
-# Progress goes to stderr, and only where that is a terminal
-
-
-@contextmanager
-def progress(what: str, total: float | None, *, in_bytes: bool = False) -> Iterator[Callable[[float], None]]:
-    """Show a bar during the block, which calls the given function with the progress; `total` None: unknown."""
-    if not is_terminal():
-        yield lambda done: None
-        return
-    count = DownloadColumn(binary_units=True) if in_bytes else TextColumn("{task.completed:.0f}/{task.total:.0f}")
-    columns = [TimeElapsedColumn()] if total is None else [count, TimeRemainingColumn()]
-    console = _console(sys.stderr)
-    with Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True) as bar:
-        task = bar.add_task(clean(what), total=total)
-        yield lambda done: bar.update(task, completed=done)
-
-
-def _console(stream: Any) -> Any:
-    return Console(file=stream, width=None if stream.isatty() else WIDE, markup=False, highlight=False, emoji=False)
-
-
-def is_terminal() -> bool:
-    """Whether progress is shown."""
-    return sys.stderr.isatty()
 
 
 def _jsonable(value: Any) -> Any:

@@ -96,8 +96,8 @@ def exported_episodes(buffer: ReplayBuffer) -> Iterator[tuple[range, dict[str, A
 
     A column of lists is of objects, an array for each.
     """
-    bounds = pairwise(accumulate(buffer.episode_lens.tolist(), initial=0))
-    for i, (start, stop) in enumerate(bounds):
+    bounds = [*pairwise(accumulate(buffer.episode_lens.tolist(), initial=0))]
+    for i, (start, stop) in enumerate(progress(bounds, "episodes")):
         yield range(start, stop), buffer.schema.flatten(buffer.episode(i))
 
 

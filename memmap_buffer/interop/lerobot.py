@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, RunningStatistics, SchemaError
-from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, frames_of, path_of, progress
+from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, frames_of, path_of
 from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes, read_extra, read_names
 from memmap_buffer.interop.target import Target
 from memmap_buffer.interop.video import FilmReader, FilmWriter, film_info
@@ -147,7 +147,7 @@ def export_lerobot(
     films: dict[str, _Film] = {}
     with ExitStack() as files:
         data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
-        for row, columns in progress(exported(buffer, imported_features, rate, tasks), "episodes", len(buffer)):
+        for row, columns in exported(buffer, imported_features, rate, tasks):
             if not features:
                 for name in _films_of(columns, videos, imported_features):
                     films[name] = files.enter_context(closing(_Film(root, name, rate, vcodec, crf)))

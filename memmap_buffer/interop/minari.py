@@ -26,6 +26,7 @@ from memmap_buffer.adapters import (
     flatten,
     names_of,
     path_of,
+    progress,
     spaces_of,
 )
 from memmap_buffer.interop.columns import InferredFields, as_text, put
@@ -170,7 +171,7 @@ def export_minari(
     sets = {key: set(value) for key, value in metadata.items() if key in ("author", "author_email")}
     storage.update_metadata(metadata | sets)
     names = read_names(buffer)
-    for i in range(len(buffer)):
+    for i in progress(range(len(buffer)), "episodes"):
         episode = buffer.episode(i)
         storage.update_episodes([_episode_buffer(buffer, episode, i, spaces, names, table=table)])
         meta = _metadata_of(buffer, episode, names, as_json=table)

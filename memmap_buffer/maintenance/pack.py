@@ -240,8 +240,7 @@ def _copy(source: Storage, plan: _Plan, there: dict[str, int]) -> None:
     copied = np.zeros(len(plan.slots), np.uint64)  # the generation that each was copied under, 0 where it was not
     pending = np.arange(len(copied))
     for attempt in range(ROUNDS):
-        # to encode takes long; what is only copied is as fast as the disk
-        for i in progress(pending.tolist(), "encoding") if plan.recoding.anew else pending.tolist():
+        for i in progress(pending.tolist(), "encoding" if plan.recoding.anew else "copying"):
             copied[i] = _copy_episode(source, plan, i, there)
         table = source.refresh()
         moved = table.generation[plan.slots] != copied

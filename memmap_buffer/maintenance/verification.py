@@ -37,6 +37,7 @@ from memmap_buffer.format.records import (
 from memmap_buffer.format.storage import Maps, Storage
 from memmap_buffer.format.syscalls import npy_header
 from memmap_buffer.paths import path_of
+from memmap_buffer.progress import progress
 from memmap_buffer.writing import redo
 
 MAX_TRIED = 1000  # damaged records for which the byte that spoilt them is searched, a millisecond each
@@ -280,7 +281,7 @@ class Survey(Storage):
     # The episodes
 
     def _episodes(self) -> Iterator[Finding]:
-        for slot in self.table.visible.tolist():
+        for slot in progress(self.table.visible.tolist(), "checking"):
             yield from self.episode(slot)
 
     def episode(self, slot: int) -> Iterator[Finding]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,12 +74,22 @@ def test_disk_use_counts_files_and_no_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "word"), [("pack", "packing"), ("split", "splitting"), ("verify", "checking"), ("episodes", "episodes")]
+    ("command", "word"),
+    [
+        ("pack OLD NEW", "copying"),
+        ("split OLD NEW", "copying"),
+        ("merge NEW OLD", "merging"),
+        ("verify OLD", "checking"),
+        ("episodes OLD", "reading"),
+        ("bench OLD --seconds 0.1", "measuring"),
+        ("export parquet OLD NEW", "episodes"),
+    ],
 )
 def test_a_bar_is_shown_to_who_watches_and_only_to_them(tmp_path: Path, command: str, word: str) -> None:
     folder = make(tmp_path / "buffer", range(40), max_episodes=40).folder
-    arguments = [command, str(folder), *[str(tmp_path / "new")] * (command in ("pack", "split"))]
+    arguments = command.replace("OLD", str(folder)).replace("NEW", str(tmp_path / "new")).split()
     watched, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     line = [sys.executable, "-c", f"{SLOW}\n{RUN}", *arguments]
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=slave)
     os.close(slave)
