@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer import Field, Schema, SchemaError
+from memmap_buffer.adapters import to_numpy
 
 Array: TypeAlias = npt.NDArray[Any]
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -191,11 +192,6 @@ def unpadded(rows: Any, counts: Any) -> Any:
 def _steps(steps: Mapping[str, Any], name: str) -> Any:
     """A column (n, …); one of lists as objects, without their padding."""
     return unpadded(steps[name], steps[LENGTHS + name]) if LENGTHS + name in steps else steps[name]
-
-
-def to_numpy(tensor: Any) -> Any:
-    """A tensor as an array, bfloat16 as float32."""
-    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
 
 
 def _column(values: Any) -> Any:

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from memmap_buffer import ConcatBuffer, NotEnoughDataError, ReplayBuffer, Schema, StaleEpisodeError
-from memmap_buffer.adapters import AnyPath, Array, extra, flatten
-from memmap_buffer.interop.columns import to_numpy
+from memmap_buffer.adapters import AnyPath, Array, extra, flatten, to_numpy
 from memmap_buffer.interop.episodes import opened, require_kinds, with_excluded
 
 with extra("d3rlpy"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from memmap_buffer import NotEnoughDataError, ReplayBuffer, SchemaError
-from memmap_buffer.interop.episodes import with_excluded
+from memmap_buffer import ReplayBuffer, SchemaError
 
 
 class OnlineBatches:
@@ -71,7 +70,7 @@ class OnlineBatches:
 
     def _episode(self) -> Iterator[Any]:
         """The batches of one episode."""
-        before = self._newest() if self._after is not None else -1
+        before = self.buffer.num_published
         observation, _ = self.env.reset(seed=self._seed)
         self._seed, total, length, ended = None, 0.0, 0, False
         try:
@@ -91,18 +90,9 @@ class OnlineBatches:
             if not ended:
                 self.buffer.end_episodes()
         if self._after is not None:
-            if self._newest() == before:
+            if self.buffer.num_published == before:
                 self.buffer.flush()  # it waits for others, by `sync_every`
-            self._after(self._newest(), total)
-
-    def _newest(self) -> int:
-        """The serial of the newest episode, of which a ring may have left its last steps alone; -1 for none."""
-        every, first = with_excluded(self.buffer), self.buffer.fieldnames[0]
-        what: Any = {"timestep_level": True, "fields": [first], "filter_fields": every}
-        try:
-            return int(self.buffer.batch([-1], **what, return_indices=True, format="numpy")["_indices"][0, 0])
-        except NotEnoughDataError:
-            return -1
+            self._after(self.buffer.num_published - 1, total)
 
 
 def _parts(chosen: Any) -> tuple[Any, Mapping[str, Any]]:

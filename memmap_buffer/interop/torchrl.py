@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, NotABufferError, ReplayBuffer, Schema, SchemaError
-from memmap_buffer.adapters import AnyPath, IfExists, Names, Target, extra, flatten, import_episodes, path_of
+from memmap_buffer.adapters import AnyPath, IfExists, Names, Target, decode, extra, flatten, import_episodes, path_of
 from memmap_buffer.interop.columns import LENGTHS, put, with_final
 from memmap_buffer.interop.episodes import episode_bounds
 
@@ -223,9 +223,7 @@ def _dtype(column: Any) -> Any:
 
 def _decoded(column: Any) -> Any:
     """A column with bfloat16 as float32."""
-    if not column.dtype.names:
-        return column
-    return (column["bfloat16"].astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return decode(column["bfloat16"], "bfloat16") if column.dtype.names else column
 
 
 def columns_of_steps(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
