@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memmap_buffer import Field, Prioritized, ReplayBuffer
-from memmap_buffer.adapters import AnyPath, Names, extra
+from memmap_buffer.adapters import AnyPath, Names, check_count, extra
 from memmap_buffer.interop.rows import Rows
 
 with extra("jax"):
@@ -663,8 +663,7 @@ def prefetch(batches: Iterable[Any], size: int = 2, device: Any = None) -> Itera
         ValueError: `size` is below 1.
         Exception: what `batches` raises, in the place of the batch that it prevented.
     """
-    if size < 1:
-        raise ValueError(f"size: got {size}, expected a whole number from 1")
+    check_count("size", size)
     source = iter(batches)
 
     def next_batch() -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from memmap_buffer import ReplayBuffer, SchemaError
+from memmap_buffer.adapters import check_count
 
 
 class OnlineBatches:
@@ -50,8 +51,8 @@ class OnlineBatches:
             raise SchemaError("env: got a vector, expected one environment; step it yourself, with `add` and `sample`")
         numbers = {"training_frequency": training_frequency, "num_episodes": num_episodes, "max_steps": max_steps}
         for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise SchemaError(f"{name}: got {number}, expected a whole number from 1")
+            if number is not None:
+                check_count(name, number)
         self.buffer, self.env, self.policy, self.batch_size = buffer, env, policy, batch_size
         self.num_steps = 0
         self._every, self._warm_up = training_frequency, batch_size if warm_up is None else warm_up
