@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer import ReplayBuffer
-from memmap_buffer.adapters import EpisodeColumns, progress, tags_of
+from memmap_buffer.adapters import Array, EpisodeColumns, progress, tags_of
 from memmap_buffer.cli.terminal import Problem
 
 TRIES = 100
-Array: TypeAlias = npt.NDArray[Any]
 
 
 def table_of(buffer: ReplayBuffer, reward: str = "reward") -> dict[str, Array]:

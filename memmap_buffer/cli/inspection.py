@@ -13,8 +13,8 @@ import numpy as np
 import typer
 
 from memmap_buffer import Compression, ConcatBuffer, Field, FieldStatistics, ReplayBuffer, compression_of
-from memmap_buffer.adapters import TAGS, column_of, matching
-from memmap_buffer.cli.episodes import Array, marked_table_of, read_episode, serial_of, table_of
+from memmap_buffer.adapters import TAGS, Array, column_of, matching
+from memmap_buffer.cli.episodes import marked_table_of, read_episode, serial_of, table_of
 from memmap_buffer.cli.folders import disk_use, folders_at, name_of, opened
 from memmap_buffer.cli.minimal import say, shards_of
 from memmap_buffer.cli.remote import CacheFolder, StorageOptions, info_of_url

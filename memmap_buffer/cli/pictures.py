@@ -15,8 +15,8 @@ import numpy as np
 import typer
 
 from memmap_buffer import ReplayBuffer
-from memmap_buffer.adapters import MAX_LINES, draw_lines, extra, frames_of, is_image, lines_of, progress
-from memmap_buffer.cli.episodes import Array, read_episode, serial_of, serials_of, table_of
+from memmap_buffer.adapters import MAX_LINES, Array, draw_lines, extra, frames_of, is_image, lines_of, progress
+from memmap_buffer.cli.episodes import read_episode, serial_of, serials_of, table_of
 from memmap_buffer.cli.folders import name_of, new_file, opened
 from memmap_buffer.cli.minimal import say
 from memmap_buffer.cli.terminal import Episode, Episodes, Fields, Place, Problem, Reward, Yes

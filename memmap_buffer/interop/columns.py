@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer import Field, Schema, SchemaError
-from memmap_buffer.adapters import to_numpy
+from memmap_buffer.adapters import Array, to_numpy
 
-Array: TypeAlias = npt.NDArray[Any]
 IntArray: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 VIEW_OPTIONS = ("view", "n_steps", "timestep_level", "window_length")

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer import Field, NotEnoughDataError, Offsets, ReplayBuffer, SchemaError
-from memmap_buffer.adapters import AnyPath, flatten
-from memmap_buffer.interop.columns import Array
+from memmap_buffer.adapters import AnyPath, Array, flatten
 from memmap_buffer.interop.episodes import opened, read_extra, read_names, require_kinds, with_excluded
 from memmap_buffer.interop.lerobot import (
     COUNTERS,

@@ -20,25 +20,19 @@ from memmap_buffer.adapters import (
     AnyPath,
     IfExists,
     Names,
+    Target,
     decode_space,
     encode_space,
     extra,
     flatten,
+    import_episodes,
     names_of,
     path_of,
     progress,
     spaces_of,
 )
 from memmap_buffer.interop.columns import InferredFields, as_text, put
-from memmap_buffer.interop.episodes import (
-    ends_of,
-    import_episodes,
-    read_extra,
-    read_names,
-    require_fields,
-    require_kinds,
-)
-from memmap_buffer.interop.target import Target
+from memmap_buffer.interop.episodes import ends_of, read_extra, read_names, require_fields, require_kinds
 
 with extra("minari"):
     import gymnasium

@@ -13,8 +13,8 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError
-from memmap_buffer.adapters import AnyPath, IfExists, Names, path_of
-from memmap_buffer.interop.columns import Array, dtype_of
+from memmap_buffer.adapters import AnyPath, Array, IfExists, Names, path_of
+from memmap_buffer.interop.columns import dtype_of
 from memmap_buffer.interop.episodes import exported_episodes, import_episodes, read_names, require_kinds
 from memmap_buffer.interop.target import Target
 

@@ -22,12 +22,11 @@ from memmap_buffer.adapters import (
     encode_space,
     extra,
     names_of,
-    read_names,
     resets_by_a_step,
     schema_of,
     spaces_of,
-    write_names,
 )
+from memmap_buffer.interop.episodes import read_names, write_names
 
 with extra("gymnasium"):
     import gymnasium

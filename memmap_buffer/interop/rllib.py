@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import IfExists, Names, Target, equal_rows, extra, flatten, import_episodes, path_of
@@ -30,7 +29,6 @@ with extra("rllib"):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-Array = npt.NDArray[Any]
 Columns = dict[str, Any]
 
 OURS = {"obs": "observation", "actions": "action", "rewards": "reward"}  # RLlib's column -> field

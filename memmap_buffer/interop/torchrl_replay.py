@@ -17,20 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memmap_buffer import Field, Offsets, Prioritized, ReplayBuffer, Schema, SchemaError
-from memmap_buffer.adapters import (
-    AnyPath,
-    Array,
-    Episode,
-    Names,
-    equal_rows,
-    extra,
-    flatten,
-    path_of,
-    read_names,
-    write_names,
-)
+from memmap_buffer.adapters import AnyPath, Array, Episode, Names, equal_rows, extra, flatten, path_of
 from memmap_buffer.interop.columns import BoolArray
-from memmap_buffer.interop.episodes import episode_bounds
+from memmap_buffer.interop.episodes import episode_bounds, read_names, write_names
 from memmap_buffer.interop.torchrl import columns_of_steps, to_tensordict
 from memmap_buffer.interop.trainer_memory import TERMINATED, TRUNCATED, TrainerMemory
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer import CorruptBufferError, SchemaError
-from memmap_buffer.adapters import AnyPath, extra, frames_of, path_of, progress
-from memmap_buffer.interop.columns import Array
+from memmap_buffer.adapters import AnyPath, Array, extra, frames_of, path_of, progress
 
 FAR = 2.0  # seconds, from which on a jump is cheaper than to decode all frames before
 
