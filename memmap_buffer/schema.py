@@ -168,8 +168,6 @@ class Field:
         """
         if self.is_list:
             return self._encode_lists(value, lead)
-        if type(value) is np.ndarray and value.dtype == self.direct and value.shape[lead:] == self.shape:
-            return value
         return encode(value, self.dtype, self.shape, lead)
 
     def _encode_lists(self, value: Any, lead: int) -> Array:
@@ -334,17 +332,16 @@ class Schema:
         try:
             for name, field in fields.items():
                 if name in given:
-                    columns[name] = field.encode(given[name], lead)
+                    value = given[name]
+                    fits = type(value) is np.ndarray and value.dtype == field.direct
+                    columns[name] = value if fits and value.shape[lead:] == field.shape else field.encode(value, lead)
         except SchemaError as error:
             raise SchemaError(f"field {name!r}{where}: {error}{hint}", field=name) from None
         return columns
 
     def encode(self, name: str, value: Any, lead: int, where: str = "", hint: str = "") -> Array:
         """The values of a field as stored, (*lead dimensions, *field). Raises SchemaError naming the field."""
-        try:
-            return self.all[name].encode(value, lead=lead)
-        except SchemaError as error:
-            raise SchemaError(f"field {name!r}{where}: {error}{hint}", field=name) from None
+        return self.encode_all({name: self.all[name]}, {name: value}, lead, where, hint)[name]
 
     def require(self, names: Iterable[str], where: str, among: Collection[str] | None = None) -> tuple[str, ...]:
         """`names` with groups expanded to their fields. Raises SchemaError naming the closest one for an unknown."""

@@ -35,18 +35,23 @@ Opened = TypeVar("Opened", bound=Episode | EpisodeGroup)
 class Scope(Block, Generic[Opened]):
     """The block of `one_episode` or `batched_episode`; what it opens is what its thread stores to.
 
-    Args: scopes: what each thread stores to. begin: opens it, for the block that is held. after: called at its end.
+    Args: recording: whose block it is. begin: opens it, for the block that is held.
     """
 
-    def __init__(
-        self, scopes: dict[int, Any], begin: Callable[[Held | None], Opened], after: Callable[[], None]
-    ) -> None:
-        self._scopes, self._begin, self._after = scopes, begin, after
+    def __init__(self, recording: Recording, begin: Callable[[Held | None], Opened]) -> None:
+        self._recording, self._begin = recording, begin
 
     def __enter__(self) -> Opened:  # type: ignore[override]
         super().__enter__()
+        scopes = self._recording._scopes
+        scope = scopes.get(get_ident())
+        if scope is not None and scope.state == "open" and not scope.was_left:
+            raise EpisodeStateError(
+                "an episode is open already, and `store` could mean either; end it first, or use begin_episode() and "
+                "episode.store() for several side by side"
+            )
         opened = self._begin(self.held)
-        self._scopes[get_ident()] = self._opened = opened
+        scopes[get_ident()] = self._opened = opened
         return opened
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -54,8 +59,9 @@ class Scope(Block, Generic[Opened]):
         try:
             self._opened.leave(kind, error, trace)
         finally:
-            self._scopes.pop(self._opened.thread, None)
-        self._after()
+            self._recording._scopes.pop(self._opened.thread, None)
+        if self._recording._publisher is not None:
+            self._recording._finish_shard_if_due()
 
 
 class Recorded(Protocol):
@@ -143,11 +149,10 @@ class Recording(Editing):
         """
 
         def begin(block: Held | None) -> Episode:
-            self._require_no_scope()
             with self._turn:
                 return self._writer_with_room().open(meta, keep_partial=keep_partial, held=block)
 
-        return Scope(self._scopes, begin, self._finish_shard_if_due)
+        return Scope(self, begin)
 
     def begin_episode(self, *, keep_partial: bool = False, **meta: Any) -> Episode:
         """An open episode to `store` to, `publish` or `abort`; several may be open at once.
@@ -214,7 +219,6 @@ class Recording(Editing):
         check_count("batch_size", batch_size)
 
         def begin(block: Held | None) -> EpisodeGroup:
-            self._require_no_scope()
             with self._turn:
                 self._writer.require_spare_slots(batch_size)
                 episodes = [self._writer_with_room().open({}, held=block) for _ in range(batch_size)]
@@ -222,7 +226,7 @@ class Recording(Editing):
             group.update(meta_batch)
             return group
 
-        return Scope(self._scopes, begin, self._finish_shard_if_due)
+        return Scope(self, begin)
 
     def store(self, **step: Any) -> Any:
         """Append one timestep to the open episode; see `Episode.store`.
@@ -498,14 +502,6 @@ class Recording(Editing):
         raise NotImplementedError
 
     # The open episode
-
-    def _require_no_scope(self) -> None:
-        scope = self._scopes.get(get_ident())
-        if scope is not None and scope.state == "open" and not scope.was_left:
-            raise EpisodeStateError(
-                "an episode is open already, and `store` could mean either; end it first, or use begin_episode() and "
-                "episode.store() for several side by side"
-            )
 
     def _current(self) -> Episode:
         """The open episode of this thread, else the only one that is open."""

@@ -28,33 +28,24 @@ def add_rows(sums: Sums, rows: Array) -> Sums:
         sums: of the rows before.
         rows: C-contiguous, of any shape and dtype.
     """
-    crc, before = sums
-    data = rows.reshape(-1).view(np.uint8)
-    if before:
-        lacking = BLOCK - len(before)
-        before += data[:lacking].tobytes()
-        if len(before) < BLOCK:
-            return crc, before
-        crc, data = _add_blocks(crc, np.frombuffer(before, np.uint8)), data[lacking:]
-    whole = len(data) // BLOCK * BLOCK
-    if whole:
-        crc = _add_blocks(crc, data[:whole])
-    return crc, data[whole:].tobytes()
-
-
-def _add_blocks(crc: int, data: Array) -> int:
-    return crc32(np.add.reduce(data.view("<u8").reshape(-1, BLOCK // 8), axis=1), crc)
+    crc, rest = sums
+    parts = [rows.reshape(-1).view(np.uint8)]
+    if rest:
+        lacking = BLOCK - len(rest)
+        parts = [np.frombuffer(rest + parts[0][:lacking].tobytes(), np.uint8), parts[0][lacking:]]
+        rest = b""
+    for data in parts:
+        whole = len(data) // BLOCK * BLOCK
+        if whole:
+            crc = crc32(np.add.reduce(data[:whole].view("<u8").reshape(-1, BLOCK // 8), axis=1), crc)
+        rest = data[whole:].tobytes() or rest
+    return crc, rest
 
 
 def checksum_of(sums: Sums) -> int:
     """The checksum of the rows that were summed."""
     crc, rest = sums
     return crc32(rest, crc)
-
-
-def checksums_of(sums: Mapping[str, Sums]) -> dict[str, int]:
-    """The checksum of the rows of each name, as by `checksum_of`."""
-    return {name: crc32(rest, crc) for name, (crc, rest) in sums.items()}
 
 
 def checksum(rows: Array) -> int:

@@ -16,7 +16,7 @@ class OpenEpisodes:
 
     def __init__(self) -> None:
         self._every: dict[ref[Any], None] = {}
-        self._watched: dict[ref[Any], None] = {}
+        self.watched: dict[ref[Any], None] = {}
 
     def __len__(self) -> int:
         return len(self._every)
@@ -29,37 +29,34 @@ class OpenEpisodes:
         """All of them."""
         return self._open(self._every)
 
-    def add(self, episode: Any) -> None:
-        """Know of one more."""
-        self._keep(self._every, episode)
+    def add(self, episode: Any, *, watched: bool = False) -> None:
+        """Know of one more, which may be left already if it is to be watched."""
+        reference = ref(episode, self.remove)
+        if watched:
+            self.watched[reference] = None
+        self._every[reference] = None
 
-    def remove(self, episode: Any) -> None:
-        """An episode is over, or another folder's."""
-        self._every.pop(ref(episode), None)
-        self._watched.pop(ref(episode), None)
+    def remove(self, reference: ref[Any]) -> None:
+        """The episode of a reference is over, or another folder's, or nobody holds it any more."""
+        self._every.pop(reference, None)
+        self.watched.pop(reference, None)
 
     def watch(self, episode: Any) -> None:
         """An episode may be left from now on: it has a block, or nobody has it yet."""
-        self._keep(self._watched, episode)
+        self.watched[ref(episode, self.remove)] = None
 
     def trust(self, episode: Any) -> None:
         """An episode can be left no more."""
-        self._watched.pop(ref(episode), None)
+        self.watched.pop(ref(episode), None)
 
     def abandoned(self) -> list[Any]:
-        """The episodes whose block was left."""
-        if not self._watched:
-            return []
-        return [episode for episode in self._open(self._watched) if episode.was_left]
+        """The episodes whose block was left, which are some of the `watched`."""
+        return [episode for episode in self._open(self.watched) if episode.was_left]
 
     def _open(self, episodes: dict[ref[Any], None]) -> list[Any]:
         """The ones that are open here; whatever an interruption left that is over, or another's, is gone then."""
         living = [episode for each in list(episodes) if (episode := each()) is not None]
         for episode in living:
             if episode.state != "open" or episode.writer.lock.episodes is not self:
-                self.remove(episode)
+                self.remove(ref(episode))
         return [episode for episode in living if ref(episode) in episodes]
-
-    @staticmethod
-    def _keep(episodes: dict[Any, None], episode: Any) -> None:
-        episodes[ref(episode, lambda gone: episodes.pop(gone, None))] = None

@@ -16,7 +16,7 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, EpisodeStateError
 from memmap_buffer.format.blobs import contents_of, encode_many, end_of, index_of
-from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_row, checksums_of, digest_of
+from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_row, crc32, digest_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.host import file_system, stores_are_writes
 from memmap_buffer.format.layout import BLOBS, Layout
@@ -359,8 +359,8 @@ class SlotWriter:
 
     @property
     def start(self) -> int:
-        """The first of them that is shown."""
-        return self._shown & 0xFFFFFFFF if self.published else 0
+        """The first of them that is shown, once there are some."""
+        return self._shown & 0xFFFFFFFF
 
     @property
     def _shown(self) -> int:
@@ -369,13 +369,18 @@ class SlotWriter:
     @property
     def sums(self) -> dict[str, Sums]:
         """Of the steps that are written, for the checksum of each field."""
-        if self._summed < self.length and self.files.checksum:
+        if self._summed < self.length:
+            self._sum_up()
+        return self._sums
+
+    def _sum_up(self) -> None:
+        """Take the steps that were written without into the sums."""
+        if self.files.checksum:
             storage, sums = self.files.storage, self._sums.copy()
             for name, before in self._sums.items():
                 first = storage.start_of(name, self.slot)
                 sums[name] = storage.sums_of_rows(name, first + self._summed, first + self.length, before)
             self._sums, self._summed = sums, self.length
-        return self._sums
 
     def write(
         self, columns: Mapping[str, Array], base: int, stop: int, *, add: bool = True, final: bool = False
@@ -394,8 +399,9 @@ class SlotWriter:
             self._begun = True
         start = self.length
         if start < stop or final:
-            before = self.sums if add else None
-            rows = range(start - base, stop - base)
+            if add and self._summed < start:
+                self._sum_up()
+            rows, before = range(start - base, stop - base), self._sums if add else None
             sums = self.files.write_rows(columns, rows, self.slot, start, before, final=final)
             self.length, self._final_sums = stop, sums if final else None
             if add and not final:
@@ -413,10 +419,16 @@ class SlotWriter:
         if not flags & OPEN:
             self.give_back()
         if self.files.checksum:
-            row, columns, flags = self._checksums(), self.files.layout.used_columns, flags | CHECKED
+            checksums = {}
+            for name, (crc, rest) in (self._final_sums or self.sums).items():
+                checksums[name] = crc32(rest, crc)
+            for name, value in self.meta.items():
+                checksums[name] = checksum(value)
+            row, columns = checksum_row(self.files.layout, checksums), self.files.layout.used_columns
+            flags |= CHECKED
             if not flags & OPEN:
                 self.files.write_checksums(self.slot, row)
-        record = seal(
+        self._sealed = seal(
             generation=self._generation + 1,
             serial=self.serial,
             length=self.length,
@@ -427,20 +439,21 @@ class SlotWriter:
             term=self.files.lock.term,
             digest=digest_of(row, columns),
             columns=columns,
-            start=self.start,
+            start=self.start if self.published else 0,
         )
-        self._sealed = record
 
-    def show(self, stop: int) -> None:
-        """Show the timesteps before `stop`, by the record that was last sealed or beside the one that stands."""
+    def show(self) -> None:
+        """Show the timesteps that are written, by the record that was last sealed or beside the one that stands."""
         if self.appends:
-            self.files.write_shown(self.slot, self.start, stop)
+            self.files.write_shown(self.slot, self.start, self.length)
         else:
             self.files.write_record(self.slot, self._sealed, first=self.published)
+            self.published = True
 
-    def shows(self, stop: int) -> bool:
+    @property
+    def is_shown(self) -> bool:
         """Whether what `show` writes stands on the disk."""
-        return self._shown >> 32 == stop and (self.appends or self._is_sealed)
+        return self._shown >> 32 == self.length and (self.appends or self._is_sealed)
 
     @property
     def _is_sealed(self) -> bool:
@@ -469,13 +482,6 @@ class SlotWriter:
         if self.length < before or (before and self.files.layout.coded):  # fewer timesteps may have had larger blobs
             self.files.give_back(self.slot, self.length, before)
 
-    def _checksums(self) -> bytes:
-        """The slot's row of checksums.npy."""
-        checksums = checksums_of(self._final_sums or self.sums)
-        for name, value in self.meta.items():
-            checksums[name] = checksum(value)
-        return checksum_row(self.files.layout, checksums)
-
 
 def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
     """Make what was written episodes, or timesteps of them, with one barrier per file for all. Readers are to be told.
@@ -487,33 +493,37 @@ def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
     Raises:
         OSError: what is not `published` now did not become visible; a failed barrier poisons the lock.
     """
-    sealed = [slot_writer for slot_writer in slot_writers if not slot_writer.appends]
-    new: list[int] = []
-    for slot_writer in sealed:
-        slot_writer.seal()
+    for slot_writer in slot_writers:
+        if not slot_writer.appends:
+            slot_writer.seal()
     if files.power:
-        new = [slot_writer.serial for slot_writer in sealed if not slot_writer.published]
-        files.sync(*((*files.layout.keys_of_episodes, "/checksums") if sealed else files.layout.keys_of_steps))
-    try:
-        show(files, [(slot_writer, slot_writer.length) for slot_writer in slot_writers])
-    finally:
-        for slot_writer in slot_writers:
-            slot_writer.settle()
+        _show_for_good(files, slot_writers)
+        return
+    for slot_writer in slot_writers:
+        slot_writer.show()
+
+
+def _show_for_good(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
+    """Show what was sealed once it is on the disk, and wait until that is, too."""
+    sealed = [slot_writer for slot_writer in slot_writers if not slot_writer.appends]
+    new = [slot_writer.serial for slot_writer in sealed if not slot_writer.published]
+    files.sync(*((*files.layout.keys_of_episodes, "/checksums") if sealed else files.layout.keys_of_steps))
+    show(files, slot_writers)
     if new:
         files.trust(new[0], new[-1] + 1)
         if any(slot_writer.flags & OPEN for slot_writer in sealed):
             files.barriers("/state")  # it is by this that the steps are trusted that follow
 
 
-def show(files: WriteHandles, written: Sequence[tuple[SlotWriter, int]]) -> None:
-    """Show what was written and sealed, of each slot the timesteps before some one; twice is fine."""
+def show(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:
+    """Show what was written and sealed; twice is fine."""
     sector = None
-    for slot_writer, stop in written:
+    for slot_writer in slot_writers:
         if files.power:
             # Sectors reach the disk in any order, and there must be no gap.
             before, sector = sector, files.sector_of(slot_writer.slot)
             if not slot_writer.appends and before not in (None, sector):
                 files.sync("/episodes")
-        slot_writer.show(stop)
+        slot_writer.show()
     if files.power:
         files.sync("/episodes")

@@ -140,9 +140,7 @@ class Episode(Block):
         self._shows_steps = writer.how.publish == "step"
         self.staged = not writer.in_place
         self.keep_partial, self.thread = keep_partial, get_ident()
-        self._held: Held | None = None
-        if held is not None:
-            self.held = held
+        self._held = held
         self.length = 0
         self.base = 0
         self.columns: dict[str, Array] = {}
@@ -151,12 +149,11 @@ class Episode(Block):
         self.serial = -1
         self.ended = ""
         # Of fields of lists, the bytes up to the end of each timestep; of those from `length` on they do not count.
-        self._list_ends: dict[str, list[int]] = {name: [] for name in self._schema.lists}
+        self._list_ends: dict[str, list[int]] = {}
         self._plan: list[Column] = []
         self.capacity = 0
         self._stop = 0
-        self._flags: list[tuple[int, str, Array]] = []
-        self._made, self._pick = _step_type(tuple(self._schema.fields))
+        self._made, self._pick, self._ends = _step_type(tuple(self._schema.fields), self._schema.ends)
         if meta:
             self.update(meta)
 
@@ -211,10 +208,10 @@ class Episode(Block):
             else:
                 fits = kind in exact or (kind in others.kinds and others.low <= value <= others.high)
             array[row] = value if fits else self._encode(name, value, t)
-        if self._list_ends:
-            self.count_lists({name: self.columns[name][row : row + 1] for name in self._list_ends})
-        for place, name, flags in self._flags:
-            if values[place] is not False and flags.item(row):
+        if self._schema.lists:
+            self.count_lists({name: self.columns[name][row : row + 1] for name in self._schema.lists})
+        for name, place in self._ends:
+            if values[place] is not False and self.columns[name].item(row):
                 self.ended = name
                 break
         self.length = t + 1
@@ -255,8 +252,8 @@ class Episode(Block):
         if self._shows_steps:
             self.writer.append([self.to_append(rows, count)])
             return
-        if self._list_ends:
-            self.count_lists({name: rows[name][:count] for name in self._list_ends})
+        if self._schema.lists:
+            self.count_lists({name: rows[name][:count] for name in self._schema.lists})
         at = 0
         while at < count:
             self.require_room(count if self.staged else 1)
@@ -271,9 +268,9 @@ class Episode(Block):
         Returns: field of lists -> (N,) the bytes up to the end of each.
         """
         after = {}
-        for name, ends in self._list_ends.items():
+        for name in self._schema.lists:
             if name in rows:
-                before = ends[self.length - 1] if self.length else 0
+                before = self._list_ends[name][self.length - 1] if self.length else 0
                 after[name] = [*accumulate([row.nbytes for row in rows[name]], initial=before)][1:]
                 require_room(self.writer.storage.layout, name, 0, after[name][-1])
         return after
@@ -281,14 +278,14 @@ class Episode(Block):
     def count_lists(self, rows: Mapping[str, Iterable[Array]]) -> None:
         """Count the lists of the next timesteps; see `require_lists`."""
         for name, ends in self.require_lists(rows).items():
-            self._list_ends[name][self.length :] = ends
+            self._list_ends.setdefault(name, [])[self.length :] = ends
 
     def _store_rows(self, rows: Mapping[str, Array], count: int) -> None:
         row = self.length - self.base
         for name, staged in self.columns.items():
             staged[row : row + count] = rows[name]
         row += count - 1
-        self.ended = next((name for _, name, flags in self._flags if flags.item(row)), "")
+        self.ended = next((name for name in self._schema.ends if self.columns[name].item(row)), "")
         self.length += count
 
     def to_append(self, rows: Mapping[str, Array], count: int = 1) -> Appended:
@@ -297,8 +294,8 @@ class Episode(Block):
             self.refuse()
         stop = self.length + count
         self.writer.require_within(stop)
-        if self._list_ends:
-            self.count_lists({name: rows[name][:count] for name in self._list_ends})
+        if self._schema.lists:
+            self.count_lists({name: rows[name][:count] for name in self._schema.lists})
         return Appended(self, rows, self.length, stop)
 
     def final(self, **observation: Any) -> None:
@@ -378,11 +375,11 @@ class Episode(Block):
             EpisodeStateError: the episode is over.
             OSError: the disk is full, say. Nothing became visible, and the episode can be published again.
         """
-        self.require_open()
-        if self.length:
+        if self.length and self.state == "open":
             self.writer.publish(self, cut=cut)
             self.release()
         else:
+            self.require_open()
             self.abort()
 
     def abort(self) -> None:
@@ -394,7 +391,8 @@ class Episode(Block):
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """The end of its block. After an error of the disk it is still open; an interruption ends it, either way."""
         try:
-            self.held = None
+            self._held = None
+            self.writer.lock.episodes.trust(self)
             if self.state != "open":
                 return
             if kind is None:
@@ -436,7 +434,9 @@ class Episode(Block):
         raise EpisodeStateError(f"timestep {self.length}: the episode {what}; begin a new one for the steps after it")
 
     def _grow(self, needed: int) -> None:
-        self.writer.require_within(needed)
+        longest = self.writer.max_timesteps
+        if needed > longest:
+            self.writer.require_within(needed)
         if self.capacity and not self.staged:
             self.spill()
             self._stop = self.length + self.capacity
@@ -444,7 +444,7 @@ class Episode(Block):
         before, fields = self.columns, self._schema.fields
         columns = {} if before else self.writer.staging.take(needed)
         if not columns:
-            capacity = min(self.writer.max_timesteps, max(needed, self.first_capacity(), 2 * self.capacity))
+            capacity = min(longest, max(needed, self.first_capacity(), 2 * self.capacity))
             columns = {name: self._new_column(name, capacity) for name in fields}
         count = self.length - self.base
         for name, rows in before.items():
@@ -455,7 +455,6 @@ class Episode(Block):
             numbers = Scalars.of(field.dtype, field.shape)
             plan.append((columns[name], field.direct, field.shape, numbers.exact, numbers, name))
         self._plan = plan
-        self._flags = [(list(fields).index(name), name, columns[name]) for name in self._schema.ends]
         self.columns = columns  # not before they are copied: whatever interrupts this, the steps stay
         self.capacity = len(self._plan[0][0])
         self._stop = self.base + self.capacity
@@ -463,7 +462,9 @@ class Episode(Block):
     def spill(self) -> None:
         """Have the timesteps that are in memory written to the slot, so that there is room for others."""
         self.writer.spill(self)
-        _clear(self.columns)
+        for column in self.columns.values():
+            if isinstance(column, BlobColumn):
+                column.clear()
         self.base = self.length
 
     def _new_column(self, name: str, capacity: int) -> Any:
@@ -484,12 +485,12 @@ class Episode(Block):
 
     def stand_in(self, columns: dict[str, Array]) -> None:
         """Have its rows, from timestep `base` on, in memory of somebody else."""
-        self.columns, self._plan, self._flags, self.capacity, self._stop = columns, [], [], 0, 0
+        self.columns, self._plan, self.capacity, self._stop = columns, [], 0, 0
 
     def release(self) -> None:
         """Give the memory back, unless the columns are a user's."""
         columns, own = self.columns, self.capacity
-        self.columns, self._plan, self._flags, self.capacity, self._stop = {}, [], [], 0, 0
+        self.columns, self._plan, self.capacity, self._stop = {}, [], 0, 0
         if own:
             self.writer.staging.keep(columns)  # last, so that it is given back once
 
@@ -526,19 +527,14 @@ class Appended(NamedTuple):
     stop: int
 
 
-def _clear(columns: Mapping[str, Any]) -> None:
-    """Forget the timesteps of compressed fields."""
-    for column in columns.values():
-        if isinstance(column, BlobColumn):
-            column.clear()
-
-
 @lru_cache(maxsize=64)
-def _step_type(names: tuple[str, ...]) -> tuple[Any, Callable[[Mapping[str, Any]], tuple[Any, ...]]]:
-    """The function that makes the named tuple of a step, and that which takes its values, as the schema orders them."""
+def _step_type(
+    names: tuple[str, ...], ends: tuple[str, ...]
+) -> tuple[Any, Callable[[Mapping[str, Any]], tuple[Any, ...]], list[tuple[str, int]]]:
+    """Functions that make the named tuple of a step and take its values as the schema orders them; places of ends."""
     pick = itemgetter(*names) if len(names) > 1 else lambda step: (step[names[0]],)
     step = namedtuple("Step", [name.replace(".", "_") for name in names], rename=True)  # type: ignore[misc]
-    return partial(tuple.__new__, step), pick
+    return partial(tuple.__new__, step), pick, [(name, names.index(name)) for name in ends]
 
 
 class Staging:
@@ -560,9 +556,12 @@ class Staging:
 
     def keep(self, columns: dict[str, Array]) -> None:
         """Take columns that nothing refers to any more, unless more than KEPT_BYTES would be kept."""
-        _clear(columns)
-        size = sum([column.nbytes for column in columns.values()])
-        if size + sum([kept for kept, _ in self._kept]) <= KEPT_BYTES:
+        size = 0
+        for column in columns.values():
+            if isinstance(column, BlobColumn):
+                column.clear()
+            size += column.nbytes
+        if size + sum(map(itemgetter(0), self._kept)) <= KEPT_BYTES:
             self._kept.append((size, columns))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection
+from itertools import filterfalse, islice
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class SlotAllocator:
         path: of the folder, for the log.
 
     Attributes:
+        circular: whether there is always room.
         next: the serial that the next episode gets.
         steps: visible timesteps.
         round: of what is published next.
@@ -45,7 +47,7 @@ class SlotAllocator:
         stop: (slots,) its steps before this one are shown.
         retired: with a `capacity`, slots of episodes that left as there were more than `max_episodes`, for the writer
             to take from here.
-        take: finds a slot to write to, neither visible nor busy, or None. It is not kept: an interruption leaks none.
+        find: so many slots to write to, neither visible nor busy, or less. It keeps none: an interruption leaks none.
         hides: whether there may be episodes that only `max_episodes` hides. With a `capacity` they must be retired for
             good, as newer ones may leave before older ones.
     """
@@ -53,7 +55,7 @@ class SlotAllocator:
     def __init__(
         self, layout: Layout, table: EpisodeTable, following: int, rounds: IntArray | None = None, path: object = ""
     ) -> None:
-        self._layout, self._path, self._told = layout, path, False
+        self._path, self._told, self.circular = path, False, layout.circular
         self._max_episodes, self._capacity = layout.max_episodes, layout.capacity
         self.next = following
         self.steps = table.steps
@@ -79,7 +81,7 @@ class SlotAllocator:
         self._free: _Lowest | _LongestFree = _LongestFree(_retired_last(table))
         if layout.capacity is not None:
             self._free = _Lowest(~table.shown)
-        self.take = self._free.find
+        self.find = self._free.find
 
     def __len__(self) -> int:
         return self._count
@@ -107,18 +109,18 @@ class SlotAllocator:
         return 0 if self._capacity is None else max(0, self.steps - self._capacity)
 
     def has_room(self, episodes: int, steps: int) -> bool:
-        """Whether so many more fit."""
-        if self._layout.circular:
-            return True
+        """Whether so many more fit; in a circular buffer they always do."""
         limit = self._capacity
-        return len(self) + episodes <= self._max_episodes and (limit is None or self.steps + steps <= limit)
+        return self.circular or (
+            self._count + episodes <= self._max_episodes and (limit is None or self.steps + steps <= limit)
+        )
 
     def require_room(self, path: object, episodes: int, steps: int) -> None:
-        """Raise BufferFullError unless so many more fit; a circular buffer always has room."""
-        if self._layout.circular or self.has_room(episodes, steps):
+        """Raise BufferFullError unless so many more fit."""
+        if self.has_room(episodes, steps):
             return
-        if len(self) + episodes > self._max_episodes:
-            what = f"{len(self)} of max_episodes={self._max_episodes} episodes are published"
+        if self._count + episodes > self._max_episodes:
+            what = f"{self._count} of max_episodes={self._max_episodes} episodes are published"
             what += f", {episodes - 1} more are open" if episodes > 1 else ""
         else:
             what = f"{self.steps} timesteps are published, {steps} more would pass capacity={self._capacity}"
@@ -136,11 +138,7 @@ class SlotAllocator:
         if self._entry.item(slot) == -1 or self.serial.item(slot) != serial:
             if serial < self.next:
                 return
-            self._free.remove(slot)
-            self.next = serial + 1
-            self.serial[slot], self._entry[slot] = serial, _entry_of(slot, serial)
-            self.start[slot] = self.stop[slot] = 0
-            self._is_newest(slot)
+            self._is_newest(serial, slot)
         added = length - self.stop.item(slot)
         if added:
             self.steps += added
@@ -217,8 +215,12 @@ class SlotAllocator:
         entries = self._order[self._begin : self._end]
         self.hide_all(entries[self._entry.take(entries & _LOW) == entries] & _LOW)
 
-    def _is_newest(self, slot: int) -> None:
+    def _is_newest(self, serial: int, slot: int) -> None:
         """Take note of an episode that became visible."""
+        self._free.remove(slot)
+        self.next = serial + 1
+        self.serial[slot], self._entry[slot] = serial, _entry_of(slot, serial)
+        self.start[slot] = self.stop[slot] = 0
         if self._end == len(self._order):
             entries = self._order[self._begin :]
             entries = entries[self._entry.take(entries & _LOW) == entries]
@@ -297,12 +299,9 @@ class _LongestFree(deque[int]):
     One that is removed is near the front: only slots that are being written lie before it.
     """
 
-    def find(self, busy: Collection[int]) -> int | None:
-        """The first that is not busy; it stays."""
-        for slot in self:
-            if slot not in busy:
-                return slot
-        return None
+    def find(self, busy: Collection[int], count: int) -> list[int]:
+        """The first that are not busy; they stay."""
+        return [*islice(filterfalse(busy.__contains__, self), count)]
 
 
 class _Lowest:
@@ -311,14 +310,15 @@ class _Lowest:
     def __init__(self, free: npt.NDArray[np.bool_]) -> None:
         self._free, self._lowest = free, 0  # none below is free
 
-    def find(self, busy: Collection[int]) -> int | None:
-        """The first that is not busy; it stays."""
+    def find(self, busy: Collection[int], count: int) -> list[int]:
+        """The first that are not busy; they stay."""
         self._lowest = slot = self._next(self._lowest)
-        while slot < len(self._free):
+        slots: list[int] = []
+        while slot < len(self._free) and len(slots) < count:
             if slot not in busy:
-                return slot
+                slots.append(slot)
             slot = self._next(slot + 1)
-        return None
+        return slots
 
     def _next(self, slot: int) -> int:
         """The first free slot from this one on, or the number of all slots."""

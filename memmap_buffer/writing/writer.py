@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -35,6 +36,7 @@ from memmap_buffer.writing.slots import SlotAllocator
 from memmap_buffer.writing.validation import Whole
 
 T = TypeVar("T")
+_slot_of = attrgetter("slot")
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,7 @@ class Writer:
         self._dropped: list[ref[Episode]] = []  # of these, those that nobody holds any more, or that are over
         self._last_cut: WeakKeyDictionary[Episode, SlotWriter] = WeakKeyDictionary()
         self._pending: list[SlotWriter] = []  # in the order of their serials
-        # Of a step of several episodes, once all its rows are written: each, and before which timestep it is shown.
-        self._showing: list[tuple[SlotWriter, int]] = []
+        self._showing: list[SlotWriter] = []  # of a step of several episodes, once all its rows are written
         self._rounds: WeakSet[Round] = WeakSet()  # what appends to several episodes together
         self.staging = Staging()  # of all episodes
         self._settled = True
@@ -149,9 +150,8 @@ class Writer:
                 files.catch_up()
         if not self._settled:
             self._settle(files)
-        abandoned = self.lock.episodes.abandoned()
-        if abandoned or self._dropped:
-            self._end_what_was_left(files, abandoned)
+        if self.lock.episodes.watched or self._dropped:
+            self._end_what_was_left(files)
         return files
 
     def _take_over(self) -> WriteHandles:
@@ -188,7 +188,7 @@ class Writer:
     def _settle(self, files: WriteHandles) -> None:
         """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""
         redo.finish(files)
-        if any([slot_writer.shows(stop) for slot_writer, stop in self._showing]):
+        if any([slot_writer.is_shown for slot_writer in self._showing]):
             show(files, self._showing)  # for some is for all
         self._showing = []
         self._slots = count(files)
@@ -215,9 +215,9 @@ class Writer:
         ]
         self._settled = True
 
-    def _end_what_was_left(self, files: WriteHandles, abandoned: list[Episode]) -> None:
+    def _end_what_was_left(self, files: WriteHandles) -> None:
         """End episodes whose block was left in the middle of its end, or that nobody holds any more."""
-        for episode in abandoned:
+        for episode in self.lock.episodes.abandoned():
             self._end(files, ref(episode))
             self._drop(episode)
         while self._dropped:
@@ -239,7 +239,7 @@ class Writer:
     def _close(self, episode: Episode, state: str) -> None:
         """An episode is over."""
         episode.state = state
-        self.lock.episodes.remove(episode)
+        self.lock.episodes.remove(ref(episode))
 
     def _tidy(self) -> None:
         """Under the lock: no other schema than this one stands, and nothing of a change that was not finished."""
@@ -312,19 +312,19 @@ class Writer:
             self._require_room_for_another()
             episode = Episode(self, meta, keep_partial=keep_partial, held=held)
             try:
-                self.lock.episodes.add(episode)
+                self.lock.episodes.add(episode, watched=held is not None)
                 return episode
             except BaseException:
                 self._close(episode, "aborted")  # whoever asked for it never gets it
                 raise
 
     def _require_room_for_another(self) -> None:
-        most, spare_slots = len(self.lock.episodes) + 1, self.storage.layout.spare_slots
-        fits = self._slots.has_room(most + len(self._pending), 1)
-        if fits and (most <= spare_slots or not self.in_place):
+        if self._slots.circular and not self.in_place:
             return
-        others, waiting = [*self.lock.episodes], len(self._pending)
-        for episode in others:
+        most, waiting, spare_slots = len(self.lock.episodes) + 1, len(self._pending), self.storage.layout.spare_slots
+        if self._slots.has_room(most + waiting, 1) and (most <= spare_slots or not self.in_place):
+            return
+        for episode in self.lock.episodes:
             slot_writer = self._slot_writers.get(ref(episode))
             waiting += slot_writer is None or not slot_writer.published
         self._slots.require_room(self.storage.path, waiting + 1, 1)
@@ -361,7 +361,7 @@ class Writer:
             if np.count_nonzero(ends[: length - 1]):
                 flags |= INNER_END
             ended = ended or name * bool(ends.item(length - 1))
-        slot_writer = SlotWriter(files, self._free_slot())
+        slot_writer = SlotWriter(files, *self._free_slots(1))
         slot_writer.write(columns, 0, length, final=has_final)
         self._prepare(slot_writer, {**self.no_meta, **meta}, flags | TERMINATED * (ended == self.schema.terminated))
         if len(self._pending) >= self.how.sync_every:
@@ -380,7 +380,8 @@ class Writer:
     def _publish(self, episode: Episode, cut: bool, files: WriteHandles) -> None:
         episode.require_open()
         flags = FINAL * bool(episode.finals) | CUT * cut | TERMINATED * (episode.ended == self.schema.terminated)
-        slot_writer = self._write(episode, files)
+        slot_writer = self._slot_writer_of(episode, files)
+        slot_writer.write(episode.columns, episode.base, episode.length)
         if slot_writer.published and self._meta_changed(slot_writer, episode):
             slot_writer.round = self._slots.last_round(slot_writer.slot)
             self.lock.check(self.storage)  # it is a change of what is visible
@@ -471,11 +472,9 @@ class Writer:
                 self.begin()  # one that is published may not be known to be
             other.staging = self.staging
             for episode in self.lock.episodes.every():
-                other.lock.episodes.add(episode)
-                if episode.held is not None:
-                    other.lock.episodes.watch(episode)
+                other.lock.episodes.add(episode, watched=episode.held is not None)
                 episode.serial, episode.writer = -1, other
-                self.lock.episodes.remove(episode)
+                self.lock.episodes.remove(ref(episode))
 
     @property
     def num_given(self) -> int:
@@ -502,9 +501,11 @@ class Writer:
 
     def _write_steps(self, appended: Sequence[Appended], files: WriteHandles, *, together: bool) -> None:
         """Write timesteps to the slots of their episodes, to be committed."""
+        new = len(appended) - sum([ref(each.episode) in self._slot_writers for each in appended])
+        slots = self._free_slots(new)[::-1] if new else []
         for episode, columns, base, stop in appended:
             episode.ended = next((name for name in self.schema.ends if columns[name].item(stop - 1 - base)), "")
-            slot_writer = self._slot_writer_of(episode, files)
+            slot_writer = self._slot_writer_of(episode, files, slots)
             # Steps that no record vouches for are trusted after a power cut only where their serial is.
             trusted = not files.power or self.storage.state("synced") > slot_writer.serial
             slot_writer.appends = slot_writer.published and trusted and not episode.ended
@@ -567,7 +568,8 @@ class Writer:
             self.begin(publishing=True)
         self.lock.glance(self.storage)
         slots = joint.slots
-        self._slots.require_room(self.storage.path, 0, len(slots))
+        if not self._slots.circular:
+            self._slots.require_room(self.storage.path, 0, len(slots))
         if joint.room <= 0:
             joint.prepare()
         try:
@@ -599,29 +601,27 @@ class Writer:
 
     def spill(self, episode: Episode) -> None:
         """Write the steps that are staged to the episode's slot, which makes room for others."""
-        self._change(partial(self._write, episode), publishing=True)
+        self._change(partial(self._spill, episode), publishing=True)
 
-    def _write(self, episode: Episode, files: WriteHandles) -> SlotWriter:
-        """Write the steps that are staged to the episode's slot."""
-        slot_writer = self._slot_writer_of(episode, files)
-        slot_writer.write(episode.columns, episode.base, episode.length)
-        return slot_writer
+    def _spill(self, episode: Episode, files: WriteHandles) -> None:
+        self._slot_writer_of(episode, files).write(episode.columns, episode.base, episode.length)
 
-    def _slot_writer_of(self, episode: Episode, files: WriteHandles) -> SlotWriter:
+    def _slot_writer_of(self, episode: Episode, files: WriteHandles, slots: list[int] | None = None) -> SlotWriter:
+        """The writer of an episode's slot: of the last one of those that are free, where it has none."""
         slot_writer = self._slot_writers.get(ref(episode))
         if slot_writer is None:
-            slot_writer = SlotWriter(files, self._free_slot())
+            slot_writer = SlotWriter(files, (slots or self._free_slots(1)).pop())
             self._slot_writers[ref(episode, self._dropped.append)] = slot_writer
         return slot_writer
 
-    def _free_slot(self) -> int:
-        """A slot that is neither visible nor being written. Raises EpisodeStateError where there is none."""
-        busy = {other.slot for other in (*self._slot_writers.values(), *self._pending)}
-        slot = self._slots.take(busy)
-        if slot is None:
-            what = f"{len(busy)} episodes that are being written in place, and one to publish"
-            self._refuse_spare(what, len(busy) + 1)
-        return slot
+    def _free_slots(self, count: int) -> list[int]:
+        """Slots that are neither visible nor being written. Raises EpisodeStateError where there are less."""
+        busy = {*map(_slot_of, self._slot_writers.values()), *map(_slot_of, self._pending)}
+        slots = self._slots.find(busy, count)
+        if len(slots) < count:
+            what = f"{len(busy)} episodes that are being written in place, and {count} to publish"
+            self._refuse_spare(what, len(busy) + count)
+        return slots
 
     def _prepare(
         self, slot_writer: SlotWriter, meta: Mapping[str, Array], flags: int, *, together: bool = False
@@ -637,9 +637,11 @@ class Writer:
         first, added = not slot_writer.published, slot_writer.length
         if not first:
             added -= slot_writer.num_published
-        self._slots.require_room(self.storage.path, new + first, added + waiting)
+        if not self._slots.circular:
+            self._slots.require_room(self.storage.path, new + first, added + waiting)
         if first:
-            slot_writer.write_meta(meta)
+            if meta:
+                slot_writer.write_meta(meta)
             slot_writer.serial = self._slots.next + new
         if not slot_writer.appends:
             slot_writer.flags = flags
@@ -655,20 +657,23 @@ class Writer:
         """Publish what waits for it, and with it the step that was written of other episodes; together or not."""
         if self._pending:
             if together:
-                self._showing = [(slot_writer, slot_writer.length) for slot_writer in self._pending]
-                for slot_writer in () if joint is None else joint.slot_writers:
+                beside = [] if joint is None else joint.slot_writers
+                for slot_writer in beside:
                     slot_writer.appends = True
-                    self._showing.append((slot_writer, slot_writer.length + 1))
+                    slot_writer.length += 1
+                self._showing = [*self._pending, *beside]
             commit(files, self._pending)
             if joint is not None:
                 joint.show()
+            shown = []
             for slot_writer in self._pending:
                 self._slots.show(slot_writer.serial, slot_writer.slot, slot_writer.length, alone=not together)
+                shown.append(slot_writer.slot)
             if joint is not None:
                 self._slots.show_round(joint.slots)
             elif together:
                 self._slots.round += 1
-            shown, self._pending, self._showing = [slot_writer.slot for slot_writer in self._pending], [], []
+            self._pending, self._showing = [], []
             self._tell(files, shown)
 
     def _tell(self, files: WriteHandles, slots: list[int]) -> None:
