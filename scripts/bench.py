@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import memmap_buffer
-from bench import cold, compressed, online, read, remote, scale, write
+from bench import cold, compressed, environments, online, read, remote, scale, write
 from bench.data import Run
 from bench.measure import HEAD, Row
 
@@ -52,6 +52,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "generation-check": scale.generation_check,
     },
     "online": {"online": online.add_and_sample, "online-frames": online.add_and_sample_frames},
+    "environments": {"many-environments": environments.many},
     "workers": {"loader-workers": read.workers, "loader-prefetch": read.prefetched},
     "cold": {"cold-image": cold.cold_batches, "cold-stream": cold.cold_stream},
     "compressed": {

@@ -39,6 +39,7 @@ def rows(folder: Path, *arguments: str) -> list[dict[str, object]]:
         ),
         pytest.param("workers", ("loader, 2 workers over none and 2 ms", "loader, prefetch=2"), marks=slow),
         pytest.param("online", ("add 64 and sample(256), 10^4 episodes", "add 8 and sample(256), frames"), marks=slow),
+        pytest.param("environments", ("add 64, ends at 50, step", "add 4096, ends at 300, episode, read"), marks=slow),
         pytest.param("cold", ("cold sample(256), image", "cold loader(256), image", "cold epoch"), marks=slow),
         ("compressed-batches", ("sample(256) with next, ",)),
         pytest.param(

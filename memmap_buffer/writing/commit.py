@@ -83,6 +83,8 @@ class WriteHandles:
         may_give_back = not storage.state("reserved") and self.holes_are_harmless
         self._large = [row for row in self._row.values() if may_give_back and row[2] * row[3] >= BLOCK]
         self._coded = [name for name in self.layout.coded if may_give_back]
+        # Of each slot, one more than the timesteps that may have space on the disk; 0: that is not known.
+        self.reach = np.zeros(self.layout.slots, np.uint32)
 
     def close(self) -> None:
         """Close the descriptors; twice is fine."""
@@ -264,8 +266,11 @@ class WriteHandles:
         """Give the space of timesteps `start` to `stop` of a slot back; what lies there is of no episode any more."""
         for fd, header, itemsize, stride, *_ in self._large:
             final = stride - self.layout.max_timesteps  # one row more, which may be the new episode's
-            first = slot * stride + final
-            punch(fd, header + (first + start) * itemsize, header + (first + stop) * itemsize)
+            first = header + (slot * stride + final) * itemsize
+            end = first + stop * itemsize
+            if not start:  # the rest of the last block is nobody's, either, up to the next slot
+                end = min(-(-end // BLOCK) * BLOCK, header + (slot + 1) * stride * itemsize)
+            punch(fd, first + start * itemsize, end)
         for name in self._coded:
             header, field = self.layout.arrays[name + BLOBS].offset(0), self.layout.coded[name]
             end = self.end_of_blobs(name, slot, start) + field.final * field.blob_bytes
@@ -344,11 +349,12 @@ class SlotWriter:
         self._sealed = b""  # the last record
         self.state, self.appends = "open", False
         self.round = self.room = 0
-        words = files.storage.maps.words
+        words, reach = files.storage.maps.words, files.reach.item(slot)
         generation, extent = words.item(slot, GENERATION), words.item(slot, EXTENT)
         # How far rows reach that were there before: unknown where a writer died, or left an episode open.
         unknown = generation & 1 or extent >> 32 & (CUT | OPEN)
-        self._before = files.layout.max_timesteps if unknown else min(extent & 0xFFFFFFFF, files.layout.max_timesteps)
+        before = files.layout.max_timesteps if unknown else min(extent & 0xFFFFFFFF, files.layout.max_timesteps)
+        self._before = reach - 1 if reach else before
         self._generation = generation | 1 if generation < MAX_SERIAL // 2 else 1  # a void record may say anything
         self._begun = False
 
@@ -401,6 +407,7 @@ class SlotWriter:
         if start < stop or final:
             if add and self._summed < start:
                 self._sum_up()
+            self.files.reach[self.slot] = 0
             rows, before = range(start - base, stop - base), self._sums if add else None
             sums = self.files.write_rows(columns, rows, self.slot, start, before, final=final)
             self.length, self._final_sums = stop, sums if final else None
@@ -481,6 +488,7 @@ class SlotWriter:
         before = max(self._before, self.room)
         if self.length < before or (before and self.files.layout.coded):  # fewer timesteps may have had larger blobs
             self.files.give_back(self.slot, self.length, before)
+        self.files.reach[self.slot] = max(self.length, self.room) + 1
 
 
 def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:

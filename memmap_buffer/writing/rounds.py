@@ -22,7 +22,7 @@ from memmap_buffer.writing.commit import SlotWriter, WriteHandles
 from memmap_buffer.writing.episode import Episode
 
 WIDE = 1 << 12  # bytes of a row from which a write costs half of the page faults that a store meets in fresh pages
-AHEAD = 1 << 18  # bytes of a field that are allocated at a time
+AHEAD = 1 << 18  # bytes of a field that are allocated at a time, at most: as many as the episode has
 STEP = 1 << 32
 ONE_STEP = np.uint64(STEP)
 # A field: its name; its rows, one behind the other; the dtype of a row where it is taken for bytes; its `final`.
@@ -84,8 +84,10 @@ class MappedFiles:
         """Have room on the disk for timesteps of a slot from `t` on; up to which one. Raises OSError: it is full."""
         layout = self._files.layout
         stop = layout.max_timesteps
-        for *_, itemsize in self._large:
-            stop = min(stop, t + max(1, AHEAD // itemsize))
+        for _, header, stride, itemsize in self._large:
+            start = header + (slot * stride + t) * itemsize
+            end = start + max(itemsize, min(AHEAD, t * itemsize))
+            stop = min(stop, t + (-(-end // BLOCK) * BLOCK - start) // itemsize)  # up to the end of a block
         for fd, header, stride, itemsize in self._large:
             allocate(fd, header + (slot * stride + t) * itemsize, (stop - t) * itemsize)
         part = slot // self._together
@@ -118,6 +120,7 @@ class Round:
     def __init__(self, files: WriteHandles, maps: MappedFiles, size: int) -> None:
         self.files, self.maps, self._size = files, maps, size
         self._pairs: dict[int, tuple[Episode, SlotWriter]] = {}
+        self._is_member = np.zeros(size, np.bool_)
         self._fields = maps.fields_of(size)
         # By environment, the slot, the timestep that is next, and the one before which there is room on the disk.
         self._slot, self._t, self._until = np.zeros((3, size), np.int64)
@@ -126,6 +129,7 @@ class Round:
     def join(self, i: int, episode: Episode, slot_writer: SlotWriter) -> None:
         """Append to the episode of an environment, which is published and still open, once `look` was called."""
         self._pairs[i] = episode, slot_writer
+        self._is_member[i] = True
         self._look_at(i)
 
     def strangers(self, episodes: Sequence[Episode]) -> list[int]:
@@ -136,6 +140,7 @@ class Round:
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""
         self._pairs.pop(i, None)
+        self._is_member[i] = self.is_whole = False
 
     @property
     def slot_writers(self) -> list[SlotWriter]:
@@ -148,8 +153,7 @@ class Round:
 
     def look(self) -> None:
         """See which environments are members now."""
-        members = np.fromiter(self._pairs, np.int64, len(self._pairs))
-        members.sort()
+        members = np.flatnonzero(self._is_member)
         self.members, self.slots, self.is_whole = members, self._slot[members], len(members) == self._size
         t, longest = self._t[members], self.files.layout.max_timesteps
         self.remaining = longest - int(t.max(initial=0))
@@ -210,7 +214,3 @@ class Round:
         for i in self._pairs:
             self._look_at(i)
         self.look()
-
-    def show_others(self, slots: Any, words: Any) -> None:
-        """Show other steps of some slots: of each the first, and above it the end."""
-        self.maps.shown[slots] = words

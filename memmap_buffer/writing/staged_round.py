@@ -76,6 +76,7 @@ class StagedRound:
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""
         self._episodes.pop(i, None)
+        self.is_whole = False
 
     def look(self) -> None:
         """See which environments are members now."""

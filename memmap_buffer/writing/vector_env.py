@@ -280,8 +280,6 @@ class EpisodeStream(EpisodeGroup):
                 self._idle.append(i)
                 if self.schema.final_names and not (episode.ended or episode.finals):
                     self._cut[i] = episode, {}
-        if self._round is not None and self._idle:
-            self._round.look()
 
     def _recorded(self, over: Array) -> IntArray:
         """The environments whose next step is one of an episode."""

@@ -582,7 +582,7 @@ class Writer:
                 self._slots.show_round(slots)
             surplus = self._slots.surplus
             if surplus:
-                slots = np.concatenate([slots, self._forget(joint.files, surplus, joint)])
+                slots = np.concatenate([slots, self._forget(joint.files, surplus)])
             joint.files.changed(slots)
             if self._given_up:
                 self._give_back(joint.files)
@@ -695,21 +695,22 @@ class Writer:
         if self._given_up:
             self._give_back(files)
 
-    def _forget(self, files: WriteHandles, count: int, joint: Round | None = None) -> IntArray:
+    def _forget(self, files: WriteHandles, count: int) -> IntArray:
         """Show the oldest steps no more, so many; an episode that has none left gives its disk space back."""
         moved = self._slots.forget(count)
-        if joint is not None and len(moved) == 1:  # by plain numbers, in a third of the time
+        maps = self._mapped[0] if self._mapped else None
+        if maps is not None and len(moved) == 1:  # by plain numbers, in a third of the time
             slot = moved.item()
             first, end = self._slots.start.item(slot), self._slots.stop.item(slot)
-            joint.show_others(slot, first | end << 32)
+            maps.shown[slot] = first | end << 32
             empty = [slot] if first == end else []
         else:
             start, stop = self._slots.start.take(moved), self._slots.stop.take(moved)
-            if joint is None:
+            if maps is not None:
+                maps.shown[moved] = (start | stop << 32).view(np.uint64)
+            else:
                 for slot, first, end in zip(moved.tolist(), start.tolist(), stop.tolist(), strict=True):
                     files.write_shown(slot, first, end)
-            else:
-                joint.show_others(moved, (start | stop << 32).view(np.uint64))
             empty = moved[start == stop].tolist()
         if files.power:
             files.barriers("/episodes")
@@ -735,7 +736,8 @@ class Writer:
         """Give back the space of episodes that left; not before readers were told, who take a row for what it was."""
         given_up, self._given_up = self._given_up, []
         for slot in given_up:
-            files.give_back(slot, 0, self.max_timesteps)
+            files.give_back(slot, 0, (files.reach.item(slot) or self.max_timesteps + 1) - 1)
+            files.reach[slot] = 1
 
     def _refuse_spare(self, what: str, needed: int) -> NoReturn:
         _refuse_spare(self.storage.path, what, self.storage.layout.spare_slots, needed)

@@ -314,3 +314,48 @@ def test_a_reader_that_is_late_is_told(tmp_path: Path) -> None:
             record(buffer, number, 1)
         with pytest.raises(StaleEpisodeError, match=r"overwritten|cleared"):
             dataset[0]
+
+
+# Steps that are shown one by one
+
+LONGEST, WIDTHS = 4000, {"state": 50, "action": 12}
+
+
+def add_episodes(buffer: ReplayBuffer, *lengths: int, num_envs: int) -> None:
+    for length in lengths:
+        for t in range(length):
+            step = {name: np.ones((num_envs, width), np.float32) for name, width in WIDTHS.items()}
+            buffer.add(**step, terminated=np.full(num_envs, t == length - 1))
+
+
+def ring_of_steps(folder: Path) -> ReplayBuffer:
+    """A ring that shows fewer steps than its episodes have."""
+    fields = {**{name: ("float", width) for name, width in WIDTHS.items()}, "terminated": "bool"}
+    return ReplayBuffer(folder, 41, LONGEST, fields, capacity=40, publish="step", spare_slots=41)
+
+
+def test_episodes_that_are_shorter_than_a_block_give_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing, and a file system that is asked waits for its disk."""
+    monkeypatch.setattr(syscalls, "system", watched := Watched())
+    with ring_of_steps(tmp_path / "ring") as buffer:
+        add_episodes(buffer, *[20] * 40, num_envs=1)
+    assert len(watched.punched) <= 6  # of those that lie on a boundary of blocks
+
+
+@pytest.mark.parametrize("length", [20, 400, 1500])
+def test_of_steps_that_left_no_block_is_kept_but_those_that_others_share(tmp_path: Path, length: int) -> None:
+    if not can_punch(tmp_path):
+        pytest.skip("no space is given back here")
+    with ring_of_steps(tmp_path / "ring") as buffer:
+        add_episodes(buffer, length, num_envs=40)
+        buffer.end_episodes()
+        add_episodes(buffer, 40, num_envs=1)
+    for name, width in WIDTHS.items():
+        path, size = tmp_path / "ring" / "data" / f"{name}.npy", 4 * width * LONGEST
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        starts = [path.stat().st_size - slot * size for slot in range(82, 0, -1)]
+        shared = sum(-start % BLOCK for start in starts[:42])
+        assert path.stat().st_blocks * 512 <= shared + 42 * 8192  # pages at the begin and the end
