@@ -356,6 +356,12 @@ class Schema:
             fields += members
         return tuple(dict.fromkeys(fields))
 
+    def require_fields(self, names: Iterable[str], where: str, among: Collection[str]) -> None:
+        """Raise SchemaError, which names the closest one, unless all are among some."""
+        for name in names:
+            if name not in among:
+                raise self.unknown(name, where, among)
+
     def unknown(self, name: object, where: str, known: Iterable[str] | None = None, other: str = "") -> SchemaError:
         """The error for a name that was not declared; `other` is the option that takes fields of the other kind."""
         names = list(self.all if known is None else known)

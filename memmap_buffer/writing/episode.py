@@ -353,9 +353,7 @@ class Episode(Block):
         """
         self.require_open()
         flat, known = self._schema.flatten(meta), self._schema.meta_fields
-        for name in flat:
-            if name not in known:
-                raise self._schema.unknown(name, "meta", known)
+        self._schema.require_fields(flat, "meta", known)
         self.meta |= validation.whole_meta(self._schema, flat)
 
     def set_meta(self, stored: Mapping[str, Array]) -> None:
@@ -506,9 +504,7 @@ class Episode(Block):
         full = {**defaults, **step}
         if full.keys() != fields.keys():
             full = {**defaults, **self._schema.flatten(step)}
-            for name in full:
-                if name not in fields:
-                    raise self._schema.unknown(name, f"timestep {t}", fields)
+            self._schema.require_fields(full, f"timestep {t}", fields)
             for name, field in fields.items():
                 if name not in full:
                     require_default(field, name, f"timestep {t}")

@@ -21,7 +21,7 @@ from memmap_buffer.writing.episode import Appended, Block, Episode, Held
 from memmap_buffer.writing.rounds import Round
 from memmap_buffer.writing.staged_round import StagedRound
 from memmap_buffer.writing.steps import Steps
-from memmap_buffer.writing.validation import require_default, whole_final
+from memmap_buffer.writing.validation import add_defaults, whole_final
 from memmap_buffer.writing.writer import Writer
 
 
@@ -72,9 +72,7 @@ class EpisodeGroup(Block):
         """
         where = f"timestep {self.episodes[0].length}"
         columns = self._encode(self.schema.flatten(batch), self.schema.fields, where)
-        for name, field in self.schema.fields.items():
-            if name not in columns:
-                columns[name] = np.broadcast_to(require_default(field, name, where), (len(self), *field.cell))
+        add_defaults(self.schema, columns, (len(self),), where)
         while True:
             writer = self.episodes[0].writer
             with writer.lock.turn:
@@ -148,17 +146,13 @@ class EpisodeGroup(Block):
             raise
 
     def _encode(self, batch: Mapping[str, Any], known: Mapping[str, Field], where: str) -> dict[str, Array]:
-        out: dict[str, Array] = {}
-        for name, values in batch.items():
-            if name not in known:
-                raise self.schema.unknown(name, where, known)
-            rows = self.schema.encode(name, values, 1, f", {where}")
+        self.schema.require_fields(batch, where, known)
+        columns = self.schema.encode_all(known, batch, 1, f", {where}")
+        for name, rows in columns.items():
             if len(rows) != len(self):
-                raise SchemaError(
-                    f"field {name!r}, {where}: got a batch of {len(rows)}, expected {len(self)}", field=name
-                )
-            out[name] = rows
-        return out
+                what = f"got a batch of {len(rows)}, expected {len(self)}"
+                raise SchemaError(f"field {name!r}, {where}: {what}", field=name)
+        return columns
 
     # A step of all of them
 

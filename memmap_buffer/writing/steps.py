@@ -12,7 +12,7 @@ from memmap_buffer.dtypes import Array, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import LENGTHS, Schema
-from memmap_buffer.writing.validation import require_default
+from memmap_buffer.writing.validation import add_defaults
 
 NEXT = "next_"
 _GIVEN = "fields", "meta", "following"  # of `Steps`
@@ -61,10 +61,7 @@ class Steps:
         self._axes = _require_same_axes({**self.following, **columns})
         self.fields = {name: columns[name] for name in schema.fields if name in columns}
         self.meta = {name: columns[name] for name in schema.meta_fields if name in columns}
-        for name, field in schema.fields.items():
-            if name not in columns:
-                row = require_default(field, name, "timesteps")
-                self.fields[name] = np.broadcast_to(row, (*self._axes, *field.cell))
+        add_defaults(schema, self.fields, self._axes, "timesteps")
         self._find_ends(schema)
 
     @classmethod

@@ -53,9 +53,7 @@ def whole_episode(schema: Schema, arrays: Mapping[str, Any], where: str = "store
     if length < 1:
         raise SchemaError(f"{where}: got arrays of length 0, expected at least one timestep")
     if len(columns) < len(schema.fields):
-        for name, field in schema.fields.items():
-            if name not in columns:
-                columns[name] = np.broadcast_to(require_default(field, name, where), (length, *field.cell))
+        add_defaults(schema, columns, (length,), where)
     return Whole(columns, length, bool(longer), whole_meta(schema, flat) if schema.meta_fields else {})
 
 
@@ -74,13 +72,18 @@ def whole_meta(schema: Schema, values: Mapping[str, Any]) -> dict[str, Array]:
 def whole_final(schema: Schema, observation: Mapping[str, Any]) -> dict[str, Any]:
     """A final observation by dotted names. Raises SchemaError unless it is of every field with `final`."""
     flat, names = schema.flatten(observation), schema.final_names
-    for name in flat:
-        if name not in names:
-            raise schema.unknown(name, "final (fields declared with final=True)", names)
+    schema.require_fields(flat, "final (fields declared with final=True)", names)
     missing = sorted(names - flat.keys())
     if missing:
         raise SchemaError(f"final: {', '.join(map(repr, missing))} missing; all fields with final=True belong together")
     return flat
+
+
+def add_defaults(schema: Schema, columns: dict[str, Array], axes: tuple[int, ...], where: str) -> None:
+    """Add the fields that were left out of some timesteps, (*axes, *field). Raises SchemaError: one has no default."""
+    for name, field in schema.fields.items():
+        if name not in columns:
+            columns[name] = np.broadcast_to(require_default(field, name, where), (*axes, *field.cell))
 
 
 def require_default(field: Field, name: str, where: str) -> Array:

@@ -84,10 +84,8 @@ class WriteOptions:
 
 
 def _refuse_spare(path: object, what: str, spare_slots: int, needed: int) -> NoReturn:
-    raise EpisodeStateError(
-        f"{path}: {what} need a spare slot each, and there are {spare_slots}; create the buffer with "
-        f"spare_slots={needed}"
-    )
+    what += f" need a spare slot each, and there are {spare_slots}"
+    raise EpisodeStateError(f"{path}: {what}; create the buffer with spare_slots={needed}")
 
 
 class Writer:
@@ -493,9 +491,10 @@ class Writer:
                 self._follow(step.episode)
             raise
 
-    def _append(self, appended: Sequence[Appended], files: WriteHandles) -> None:
-        self._write_steps(appended, files, together=len(appended) > 1)
-        self._commit_pending(files, together=len(appended) > 1)
+    def _append(self, appended: Sequence[Appended], files: WriteHandles, joint: Round | None = None) -> None:
+        together = joint is not None or len(appended) > 1
+        self._write_steps(appended, files, together=together)
+        self._commit_pending(files, joint, together=together)
         for episode, _, _, stop in appended:
             episode.base = episode.length = stop
 
@@ -576,7 +575,7 @@ class Writer:
             self._settled = False
             joint.write(columns)
             if others:
-                self._append_beside(joint, others)
+                self._append(others, joint.files, joint)
             else:
                 joint.show()
                 self._slots.show_round(slots)
@@ -592,12 +591,6 @@ class Writer:
                 with suppress(OSError):
                     self._settle(joint.files)
             raise
-
-    def _append_beside(self, joint: Round, others: Sequence[Appended]) -> None:
-        self._write_steps(others, joint.files, together=True)
-        self._commit_pending(joint.files, joint, together=True)
-        for episode, _, _, stop in others:
-            episode.base = episode.length = stop
 
     def spill(self, episode: Episode) -> None:
         """Write the steps that are staged to the episode's slot, which makes room for others."""
