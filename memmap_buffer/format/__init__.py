@@ -24,7 +24,8 @@ refuse any other, and MUST NOT extend, truncate or delete it. The header is nump
 00`, a u16 length, then `{'descr': D, 'fortran_order': False, 'shape': S, }` padded with spaces to a multiple of 64
 bytes and ended by a newline, D and S as Python's `repr` writes them (`npy_header`). So no record crosses a sector.
 Data, meta and checksums SHOULD be sparse; the other two SHOULD NOT, as readers look at all of them, and looking at
-a hole of a file on a full tmpfs kills. Files are created 0600, and MUST be plain files, not links or pipes.
+a hole of a file on a full tmpfs kills. Files are created as the umask says, those that are
+locked 0600, as whoever can lock can stop the writer; all MUST be plain files, not links or pipes.
 
 schema.json
 -----------

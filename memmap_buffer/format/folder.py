@@ -401,7 +401,7 @@ class Folder:
                 raise self._in_the_way(name)
 
     def create(self) -> None:
-        self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._place.mkdir(parents=True, exist_ok=True)
 
     def require(self) -> None:
         if not self.exists("schema.json"):

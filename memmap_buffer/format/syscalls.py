@@ -66,7 +66,7 @@ class System:
             _fdatasync(fd)
 
     def create(self, name: str, directory: int) -> int:
-        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | NEVER_FOLLOW, 0o600, dir_fd=directory)
+        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | NEVER_FOLLOW, 0o666, dir_fd=directory)
 
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
@@ -102,7 +102,7 @@ class System:
         os.unlink(name, dir_fd=directory)
 
     def mkdir(self, name: str, directory: int) -> None:
-        os.mkdir(name, 0o700, dir_fd=directory)
+        os.mkdir(name, dir_fd=directory)
 
     def sync_folder(self, directory: int) -> None:
         if not _empty_cache(directory):

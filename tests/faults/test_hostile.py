@@ -18,6 +18,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
@@ -844,20 +845,55 @@ def test_a_real_redo_file_of_another_folder_is_dropped(tmp_path: Path) -> None:
 # 6. Permissions
 
 
-def test_what_is_made_is_for_its_owner_alone(tmp_path: Path) -> None:
-    """Section 5, point 8."""
-    before = os.umask(0)
+@pytest.mark.parametrize("mask", [0, 0o022, 0o027, 0o077])
+def test_what_is_made_has_the_modes_of_the_umask_and_locks_are_for_their_owner_alone(tmp_path: Path, mask: int) -> None:
+    """Section 5, point 8: who can lock a folder can stop its writer."""
+    before = os.umask(mask)
     try:
         with damage.make(tmp_path / "deep" / "buffer") as buffer:
             damage.record(buffer, 0, 2)
             buffer.snapshot(tmp_path / "copy")
+            buffer.mark(buffer.serials[:1], add=["good"])
         damage.flip(tmp_path / "copy" / "data/text.npy", 3)
         repair(tmp_path / "copy")
     finally:
         os.umask(before)
-    for path in tmp_path.rglob("*"):
-        mode = stat.S_IMODE(path.lstat().st_mode)
-        assert mode & 0o077 == 0 or path.name == "deep", (path, oct(mode))
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in tmp_path.rglob("*")}
+    locks = {path.name for path in modes if path.name.endswith("lock")}
+    assert locks == {".lock", ".marks.lock"}
+    for path, mode in modes.items():
+        expected = 0o600 if path.name in locks else (0o777 if path.is_dir() else 0o666) & ~mask
+        assert mode == expected, (path, oct(mode))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_another_user_reads_what_the_umask_lets_them_and_can_stop_no_writer(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        place.chmod(0o755)
+        with damage.make(place / "buffer") as buffer:
+            damage.record(buffer, 0, 2)
+
+            def read(tell: Any) -> None:
+                os.setgid(65534)
+                os.setuid(65534)
+                try:
+                    tell(len(ReplayBuffer.from_folder(place / "buffer", read_only=True)))
+                except (OSError, MemmapBufferError) as error:
+                    tell(type(error).__name__)
+                try:
+                    damage.record(ReplayBuffer.from_folder(place / "buffer"), 2, 3)
+                except (OSError, MemmapBufferError) as error:
+                    tell(type(error).__name__)
+
+            told = in_child(read).told
+            damage.record(buffer, 2, 3)
+    finally:
+        os.umask(before)
+        shutil.rmtree(place)
+    assert told == ([1, "ReadOnlyError"] if mask == 0o022 else ["PermissionError"] * 2)
 
 
 def test_the_limits_are_those_of_the_security_page() -> None:
