@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import compress
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.reading import Readable
@@ -17,6 +21,7 @@ from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.views.folders import Folders
+from memmap_buffer.writing.new_values import steps_and_values
 
 if TYPE_CHECKING:
     from memmap_buffer.maintenance.statistics import Statistics
@@ -37,6 +42,7 @@ class ConcatBuffer(Readable):
     """
 
     _refusal: type[ReadOnlyError] = ReadOnlyError
+    _buffers: Mapping[int, ref[ReplayBuffer]] = MappingProxyType({})  # that were given open, by number
 
     def __init__(self, sources: Sequence[AnyPath | ReplayBuffer], weights: Sequence[float] | None = None) -> None:
         if isinstance(sources, str | PathLike | ReplayBuffer):
@@ -51,6 +57,7 @@ class ConcatBuffer(Readable):
                 f"weights: got {list(weights)!r}, expected one positive number for each of {len(sources)} sources"
             )
         super().__init__(Folders([_storage(source) for source in sources]), weights)
+        self._buffers = {i: ref(source) for i, source in enumerate(sources) if isinstance(source, ReplayBuffer)}
 
     @classmethod
     def from_root(
@@ -166,13 +173,41 @@ class ConcatBuffer(Readable):
 
         return statistics([storage for _, storage in self._present], names, quantiles, seed=seed)
 
+    def write(self, indices: Any, **data: Any) -> int:
+        """As `ReplayBuffer.write`, to sources that were given as open buffers, with the number of the folder first.
+
+        Args:
+            indices: (B, 3) of (folder, serial, timestep), or (B, L, 3).
+            data: as for `ReplayBuffer.write`.
+
+        Returns:
+            How many timesteps were dropped because they were overwritten, deleted or forgotten meanwhile.
+
+        Raises:
+            ReadOnlyError: a source is no buffer that is open for writing here; nothing was written.
+        """
+        steps, values = steps_and_values(self.schema, indices, data, "write", folders=True)
+        buffers = {}
+        for number in np.unique(steps[:, 0][steps[:, 0] >= 0]).tolist():
+            buffers[number] = buffer = self._buffers[number]() if number in self._buffers else None
+            if buffer is None or buffer.read_only:
+                raise self._refusal(
+                    f"folder {number} is only read here; give ConcatBuffer the buffer that writes to it"
+                )
+        gone = 0
+        for number, buffer in buffers.items():
+            assert buffer is not None
+            mine = steps[:, 0] == number
+            gone += buffer.write(steps[mine, 1:], **{name: value[mine] for name, value in values.items()})
+        return gone
+
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise self._refusal("a ConcatBuffer only reads; write to one of its sources")
 
     one_episode = begin_episode = begin_batch = batched_episode = store = store_batch = store_meta_batch = _refuse
     store_episode = store_datapoint = store_meta_datapoint = advance_episode = update = clear = reset_ = _refuse
     add = extend = end_episodes = create_collector = delete = _refuse
-    set_valid = write = publish_steps = _refuse
+    set_valid = publish_steps = _refuse
     add_field = drop_field = rename_field = recompute = _refuse
 
 

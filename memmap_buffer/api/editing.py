@@ -102,8 +102,6 @@ class Editing:
             ReadOnlyError: the buffer only reads.
             OSError: the disk is full, say; the episodes before that are changed.
         """
-        if not data:
-            raise SchemaError("write: no data was given; pass field=values")
         with self._turn:
             self._writer.begin()
             places, values = places_and_values(self._storage, indices, data, "write")

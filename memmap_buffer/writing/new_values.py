@@ -46,27 +46,43 @@ class Places(NamedTuple):
 def places_and_values(
     storage: Storage, indices: Any, data: Mapping[str, Any], where: str
 ) -> tuple[Places, dict[str, Array]]:
-    """The places of some indices, and the values of each field as stored, (N, *field).
-
-    Args:
-        storage: the folder.
-        indices: (B, 2) or (B, L, 2) of (serial, timestep).
-        data: field -> (B, *field) or (B, L, *field); a number stands for all.
-        where: the method, for errors.
+    """The places of some indices, and the values of each field as stored, (N, *field); see `steps_and_values`.
 
     Raises:
         SchemaError: there is no such field or timestep, or a value does not fit.
     """
-    schema, pairs = storage.layout.schema, to_numpy(indices)
-    if pairs.dtype.kind not in "iu" or pairs.ndim not in (2, 3) or pairs.shape[-1] != 2:
+    steps, values = steps_and_values(storage.layout.schema, indices, data, where)
+    return _places(storage.refresh(), steps, where), values
+
+
+def steps_and_values(
+    schema: Schema, indices: Any, data: Mapping[str, Any], where: str, *, folders: bool = False
+) -> tuple[IntArray, dict[str, Array]]:
+    """(N, 2) of (serial, timestep), or (N, 3) with the number of a folder first, and values as stored, (N, *field).
+
+    Args:
+        schema: of the folder.
+        indices: (B, 2) or (B, L, 2), or with 3 in the place of 2.
+        data: field -> (B, *field) or (B, L, *field); a number stands for all.
+        where: the method, for errors.
+        folders: whether the number of a folder is first.
+
+    Raises:
+        SchemaError: there is no such field, or indices or values do not fit.
+    """
+    steps, width = to_numpy(indices), 2 + folders
+    if not data:
+        raise SchemaError(f"{where}: no data was given; pass field=values")
+    if steps.dtype.kind not in "iu" or steps.ndim not in (2, 3) or steps.shape[-1] != width:
+        what = "(folder, serial, timestep)" if folders else "(serial, timestep)"
         raise SchemaError(
-            f"{where}: got indices of {pairs.dtype} and shape {pairs.shape}, expected (n, 2) of (serial, timestep), as "
+            f"{where}: got indices of {steps.dtype} and shape {steps.shape}, expected (n, {width}) of {what}, as "
             f"`_indices` of a batch{', or (n,) serials' * (where == 'set_valid')}"
         )
     flat = schema.flatten(data)
     schema.require(flat, where, schema.fields)
-    values = {name: _encoded(schema, name, value, pairs.shape[:-1], where) for name, value in flat.items()}
-    return _places(storage.refresh(), pairs.reshape(-1, 2).astype(np.int64), where), values
+    values = {name: _encoded(schema, name, value, steps.shape[:-1], where) for name, value in flat.items()}
+    return steps.reshape(-1, width).astype(np.int64), values
 
 
 def _encoded(schema: Schema, name: str, value: Any, shape: tuple[int, ...], where: str) -> Array:

@@ -275,8 +275,35 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(buffer, indices, data
 def test_who_only_reads_cannot_write(buffer):
     with pytest.raises(ReadOnlyError, match="read_only=True"):
         ReplayBuffer.from_folder(buffer.folder, read_only=True).write([[0, 0]], x=1)
-    with pytest.raises(ReadOnlyError, match="write to one of its sources"):
-        ConcatBuffer([buffer]).write([[0, 0, 0]], x=1)
+    with pytest.raises(ReadOnlyError, match="folder 0 is only read here"):
+        ConcatBuffer([buffer.folder]).write([[0, 0, 0]], x=1)
+
+
+def test_several_buffers_are_written_to_by_the_numbers_of_their_folders(buffer, tmp_path):
+    with make(tmp_path / "other") as other:
+        for serial in range(3):
+            other.store_episode(**episode(serial))
+        both = ConcatBuffer([buffer, other])
+        expected = [everything(buffer), everything(other)]
+        batch = both.sample(64, timestep_level=True, return_indices=True, seed=3)
+        values = np.arange(128).reshape(64, 2)
+        buffer.delete(1)
+        del expected[0][1]
+        gone = 0
+        for k, (folder, serial, t) in enumerate(batch["_indices"].tolist()):
+            position = serial - (serial > 1) if folder == 0 else serial
+            gone += (folder, serial) == (0, 1)
+            if (folder, serial) != (0, 1):
+                expected[folder][position]["packed"][t] = values[k]
+        assert gone and both.write(batch["_indices"], packed=values) == gone
+        assert_same(everything(buffer), expected[0])
+        assert_same(everything(other), expected[1])
+        mixed = ConcatBuffer([buffer, tmp_path / "other"])
+        with pytest.raises(ReadOnlyError, match="folder 1 is only read here"):
+            mixed.write([[0, 0, 0], [1, 0, 0]], packed=[[1, 1], [1, 1]])
+        assert_same(everything(buffer), expected[0])
+        with pytest.raises(SchemaError, match=r"expected \(n, 3\) of \(folder, serial, timestep\)"):
+            both.write([[0, 0]], packed=[[1, 1]])
 
 
 def test_many_scattered_steps_are_written_by_few_pieces(tmp_path, monkeypatch):
