@@ -128,8 +128,8 @@ class Round:
 
     def join(self, i: int, episode: Episode, slot_writer: SlotWriter) -> None:
         """Append to the episode of an environment, which is published and still open, once `look` was called."""
+        self._is_member[i] = True  # first: interrupted after it, it is a stranger still
         self._pairs[i] = episode, slot_writer
-        self._is_member[i] = True
         self._look_at(i)
 
     def strangers(self, episodes: Sequence[Episode]) -> list[int]:

@@ -33,6 +33,7 @@ class StagedRound:
     def __init__(self, schema: Schema, size: int, longest: int) -> None:
         self._schema, self._size, self._longest = schema, size, longest
         self._episodes: dict[int, Episode] = {}
+        self._is_member = np.zeros(size, np.bool_)
         self._rows: dict[str, Array] = {}  # field -> (environments, capacity, *field), of those that are not compressed
         self._coded = [name for name, field in schema.fields.items() if field.codec is not None]
         self._capacity = 0
@@ -62,6 +63,7 @@ class StagedRound:
             if count:
                 rows[i, :count] = episode.columns[name][:count]
         episode.stand_in(columns)
+        self._is_member[i] = True  # first: interrupted after it, it is a stranger still
         self._episodes[i] = episode
 
     def strangers(self, episodes: Sequence[Episode]) -> list[int]:
@@ -76,13 +78,12 @@ class StagedRound:
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""
         self._episodes.pop(i, None)
-        self.is_whole = False
+        self._is_member[i] = self.is_whole = False
 
     def look(self) -> None:
         """See which environments are members now."""
-        members = np.fromiter(self._episodes, np.int64, len(self._episodes))
-        members.sort()
-        self.members, self.is_whole = members, len(members) == self._size
+        self.members = members = np.flatnonzero(self._is_member)
+        self.is_whole = len(members) == self._size
         self.remaining = self._longest - int(self._t[members].max(initial=0))
         self._room = self._capacity - int((self._t - self._base)[members].max(initial=0))
 

@@ -459,3 +459,20 @@ def test_lists_of_several_environments_are_taken_at_every_step_and_a_bad_one_ref
                 buffer.add(x=[how([1.0, 2.0]), how([3.0])], k=[[1, 2], [3]])
         buffer.end_episodes()
         assert buffer.episode_lens.tolist() == [4, 4]
+
+
+def test_tensors_are_given_as_they_are_and_each_is_copied_from_its_device_once(tmp_path, monkeypatch):
+    """At the first call, at ends, and where the step after an end is left out, too."""
+    real, copied = torch.Tensor.numpy, []
+    monkeypatch.setattr(torch.Tensor, "numpy", lambda tensor, **how: copied.append(how) or real(tensor, **how))
+    fields = {"state": Field("float32", (3,), final=True), "reward": "float32", "terminated": "bool"}
+    for number, skips_resets in enumerate((False, True)):
+        with ReplayBuffer(tmp_path / str(number), 99, 50, fields, skips_resets=skips_resets) as buffer:
+            for t in range(12):
+                state = torch.full((4, 3), float(t), requires_grad=True)
+                step = {"state": state, "reward": torch.ones(4, dtype=torch.float64), "next_state": state + 1}
+                copied.clear()
+                buffer.add(**step, terminated=torch.arange(4) == t % 6)
+                assert copied == [{"force": True}] * 4
+            buffer.end_episodes()
+            assert sum(len(episode["reward"]) for episode in buffer) == buffer.num_added
