@@ -101,7 +101,7 @@ def require(buffer: ReplayBuffer, work: Callable[[], Any], calls: int, writes: i
 
 def test_a_whole_episode(make: Callable[..., ReplayBuffer]) -> None:
     buffer, given = filled(make()), episode()
-    require(buffer, lambda: buffer.store_episode(**given), calls=55, writes=8)
+    require(buffer, lambda: buffer.store_episode(**given), calls=54, writes=8)
 
 
 def test_an_episode_of_one_step(make: Callable[..., ReplayBuffer]) -> None:
@@ -114,7 +114,7 @@ def test_an_episode_of_one_step(make: Callable[..., ReplayBuffer]) -> None:
     require(buffer, record, calls=75, writes=8)
 
 
-@pytest.mark.parametrize(("num_envs", "calls"), [(None, 19), (1, 19), (8, 20)])
+@pytest.mark.parametrize(("num_envs", "calls"), [(None, 18), (1, 18), (8, 19)])
 def test_a_step_of_environments_that_is_shown_at_once(
     make: Callable[..., ReplayBuffer], num_envs: int | None, calls: int
 ) -> None:
