@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -306,21 +307,20 @@ def test_an_update_is_waited_for_by_who_only_follows(tmp_path: Path, monkeypatch
     reader.update_priorities([[0, 0], [1, 0]], [0.5, 0.25])
     before = reader.priorities([[0, 0], [1, 0]])
     files = files_of(buffer)
-    barriers, readers, waits, done = files.barriers, [], threading.Event(), threading.Event()
+    write_record, readers, waits, done = files.write_record, [], threading.Event(), threading.Event()
 
     def sleep(seconds: float) -> None:
         waits.set()
         done.wait(20)
 
-    def in_the_middle(*keys: str) -> None:
-        if keys == ("/episodes",) and not readers:
-            readers.append(threading.Thread(target=lambda: reader.sample(2, **draw)))
-            readers[0].start()
-            assert waits.wait(20)
-        barriers(*keys)
+    def in_the_middle(slot: int, record: bytes) -> None:
+        readers.append(threading.Thread(target=lambda: reader.sample(2, **draw)))
+        readers[0].start()
+        assert waits.wait(20)
+        write_record(slot, record)
 
-    monkeypatch.setattr(journal, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(files, "barriers", in_the_middle)
+    monkeypatch.setattr(journal, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr(files, "write_record", in_the_middle)
     buffer.update(1, x=np.ones(LENGTH))
     done.set()
     readers[0].join()
