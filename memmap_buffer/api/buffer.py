@@ -32,8 +32,9 @@ from memmap_buffer.writing.writer import WriteOptions, Writer
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
+    from memmap_buffer.loading.options import EpisodeOptions
     from memmap_buffer.maintenance.statistics import Statistics
 
 
@@ -424,23 +425,32 @@ class ReplayBuffer(Recording, Readable):
         return self._storage.layout.spare_slots
 
     def statistics(
-        self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
+        self,
+        names: Sequence[str] | None = None,
+        quantiles: Sequence[float] = QUANTILES,
+        *,
+        seed: int = 0,
+        **options: Unpack[EpisodeOptions],
     ) -> Statistics:
-        """Count, mean, standard deviation, extremes and quantiles of fields, over all visible episodes.
+        """Count, mean, standard deviation, extremes and quantiles of fields, over the visible episodes.
 
-        They are kept in the folder by its writer, and computed again when something visible has changed.
+        Those of all episodes are kept in the folder by its writer, and computed again when something visible has
+        changed.
 
         Args:
             names: the fields; default: all of numbers.
             quantiles: numbers between 0 and 1; `rank_error` of each field says how exact they are.
             seed: of the samples that quantiles are taken from.
+            options: those of `EpisodeOptions`: which episodes, such as split={"train": 0.9, "val": 0.1}, part="train".
 
         Raises:
             NotEnoughDataError: there are no episodes.
-            SchemaError: a field is unknown, or a quantile is none.
+            SchemaError: a field is unknown, a quantile is none, or an option does not choose episodes.
         """
-        from memmap_buffer.maintenance.statistics import kept_statistics
+        from memmap_buffer.maintenance.statistics import kept_statistics, statistics
 
+        if options:
+            return statistics(self._chosen(options), names, quantiles, seed=seed)
         return kept_statistics(self._storage, names, quantiles, seed=seed, may_keep=lambda: self._writer.holds)
 
     def create_collector(

@@ -24,6 +24,9 @@ from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.new_values import steps_and_values
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from memmap_buffer.loading.options import EpisodeOptions
     from memmap_buffer.maintenance.statistics import Statistics
 
 
@@ -160,7 +163,12 @@ class ConcatBuffer(Readable):
         ]
 
     def statistics(
-        self, names: Sequence[str] | None = None, quantiles: Sequence[float] = QUANTILES, *, seed: int = 0
+        self,
+        names: Sequence[str] | None = None,
+        quantiles: Sequence[float] = QUANTILES,
+        *,
+        seed: int = 0,
+        **options: Unpack[EpisodeOptions],
     ) -> Statistics:
         """As of one buffer, over the episodes of all sources; they are not kept.
 
@@ -168,10 +176,11 @@ class ConcatBuffer(Readable):
             names: as for `ReplayBuffer.statistics`.
             quantiles: as for `ReplayBuffer.statistics`.
             seed: as for `ReplayBuffer.statistics`.
+            options: as for `ReplayBuffer.statistics`.
         """
         from memmap_buffer.maintenance.statistics import statistics
 
-        return statistics([storage for _, storage in self._present], names, quantiles, seed=seed)
+        return statistics(self._chosen(options), names, quantiles, seed=seed)
 
     def write(self, indices: Any, **data: Any) -> int:
         """As `ReplayBuffer.write`, to sources that were given as open buffers, with the number of the folder first.

@@ -21,12 +21,12 @@ from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.lock import Turn
-from memmap_buffer.items.selection import published_at
+from memmap_buffer.items.selection import NumberedFolder, published_at
 from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
 from memmap_buffer.loading.batches import Batch, ItemDataset, batch_of, finished, form_of, handed_out
 from memmap_buffer.loading.epochs import EpochSampler, OrderedSampler, PrioritizedSampler
 from memmap_buffer.loading.option_keys import key_of, key_of_dicts
-from memmap_buffer.loading.options import Options
+from memmap_buffer.loading.options import Options, selection_of_episodes
 from memmap_buffer.loading.prioritized import (
     NamedPriorities,
     PrioritizedDraws,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from memmap_buffer.loading.datasets import EpisodeDataset, EpisodeLoader
-    from memmap_buffer.loading.options import ArrayBatch, BatchOptions, LoaderOptions, TensorBatch
+    from memmap_buffer.loading.options import ArrayBatch, BatchOptions, EpisodeOptions, LoaderOptions, TensorBatch
     from memmap_buffer.loading.prefetch import Device
 
 MAX_KEPT = 32  # sets of options whose sampler, with its index, is kept
@@ -150,6 +150,16 @@ class Readable(Markable):
     def _tables(self) -> list[EpisodeTable]:
         """The tables as they are now, folder by folder."""
         return [table for _, _, table in self._folders.by_number(self._folders.refresh())]
+
+    def _chosen(self, options: EpisodeOptions) -> list[NumberedFolder]:
+        """The folders that are there, by number, with tables that show only the episodes that the options choose."""
+        each = self._folders.by_number(self._folders.refresh())
+        slots = selection_of_episodes(options, self.schema).slots(each)
+        return [
+            (number, storage, replace(table, visible=chosen))
+            for (number, storage, table), chosen in zip(each, slots, strict=True)
+            if not storage.withdrawn
+        ]
 
     @property
     def max_episodes(self) -> int:

@@ -149,8 +149,7 @@ class Selection:
             return replace(self, split=None, members=self._members(each)).index(folders, tables)
         streams = None
         if self.top_k is not None or self.view.continues:  # other episodes tell which anchors one has
-            slots = [self._passing(*folder, folder[-1].visible) for folder in each]
-            slots = slots if self.top_k is None else _highest(each, slots, *self.top_k)
+            slots = self.slots(each)
             parts = [self._cut(*folder[1:], chosen) for folder, chosen in zip(each, slots, strict=True)]
             if self.view.continues:
                 streams = self._streams(each, slots)
@@ -174,6 +173,13 @@ class Selection:
             tables=tuple([FolderTable(number, id_of(storage), table) for number, storage, table in each]),
             streams=streams,
         )
+
+    def slots(self, each: Sequence[NumberedFolder]) -> list[IntArray]:
+        """The slots whose episodes pass, folder by folder."""
+        if _counts(self.split):
+            return replace(self, split=None, members=self._members(each)).slots(each)
+        slots = [self._passing(*folder, folder[-1].visible) for folder in each]
+        return slots if self.top_k is None else _highest(each, slots, *self.top_k)
 
     def _streams(self, each: Sequence[NumberedFolder], slots: Sequence[IntArray]) -> dict[int, Streams]:
         """The streams of the episodes that pass, by the numbers of the folders."""

@@ -38,8 +38,36 @@ Transform: TypeAlias = Callable[..., Any]
 NUMBERS = frozenset({"n_step_lens", "_return", "_discount", "_weights", "_probabilities"})
 
 
-class BatchOptions(TypedDict, total=False):
-    """`Options`, but for those that decide what kind of object a batch is.
+class EpisodeOptions(TypedDict, total=False):
+    """The options that choose episodes: of every way to read, of `statistics` and of `delete`.
+
+    Args:
+        filter_meta: meta field, "episode_lens", or "episode_time" (seconds since 1970) -> a condition on an episode: a
+            scalar (equal), a set or list (member), (low, high) (low <= x < high, None is open), or a callable from the
+            column to bools.
+        min_episode_len: the shortest episode that is read.
+        top_k: (meta field, k): only the k episodes where it is highest are read.
+        mark: only episodes that were marked so, as in `browse`: a label, such as "good"; "!bad": those without it; "":
+            those without any; or several: one of these labels, and none of those with "!".
+        marks: the file of the marks; default: with each folder.
+        split: name -> fraction of the episodes, or name -> how many of the oldest, whole numbers; or a meta field,
+            whose values name the parts.
+        part: the name of the split's part that is read.
+        split_seed: which episodes each part gets.
+    """
+
+    filter_meta: Mapping[str, Any] | None
+    min_episode_len: int | None
+    top_k: tuple[str, int] | None
+    mark: str | Collection[str] | None
+    marks: AnyPath | None
+    split: Mapping[str, float] | str | None
+    part: Any
+    split_seed: int | None
+
+
+class BatchOptions(EpisodeOptions, total=False):
+    """`Options`, but for those that decide what kind of object a batch is; with those of `EpisodeOptions`.
 
     Items are whole episodes, unless `view`, `n_steps`, `timestep_level` or `window_length` says otherwise. To give None
     is to leave an option out.
@@ -60,21 +88,9 @@ class BatchOptions(TypedDict, total=False):
         stack: with `n_steps`: field -> how many timesteps stand for one, the latest last.
         padding: with `stack`: what stands for the timesteps before the episode: "zero", "edge" or "default".
         timeline: with `n_steps`: `next_` holds every successor up to the n-th, (B, n, *field).
-        filter_meta: meta field, "episode_lens", or "episode_time" (seconds since 1970) -> a condition on an episode: a
-            scalar (equal), a set or list (member), (low, high) (low <= x < high, None is open), or a callable from the
-            column to bools.
         filter_fields: field, or "_start" -> a condition on the timestep at which an item begins.
-        min_episode_len: the shortest episode that is read.
-        top_k: (meta field, k): only the k episodes where it is highest are read.
-        mark: only episodes that were marked so, as in `browse`: a label, such as "good"; "!bad": those without it; "":
-            those without any; or several: one of these labels, and none of those with "!".
-        marks: the file of the marks; default: with each folder.
         weight_by: a meta field, "episode_lens" or "episode_time": items are drawn in proportion to it. Or (name, a
             function from its column to weights).
-        split: name -> fraction of the episodes, or name -> how many of the oldest, whole numbers; or a meta field,
-            whose values name the parts.
-        part: the name of the split's part that is read.
-        split_seed: which episodes each part gets.
         include_metadata: whether items have the meta fields.
         return_indices: add `_index` (serial) to whole episodes, and `_indices` (serial, timestep) to other items; a
             `ConcatBuffer` puts the number of the folder first.
@@ -111,16 +127,8 @@ class BatchOptions(TypedDict, total=False):
     stack: Mapping[str, int] | None
     padding: Padding | None
     timeline: bool | None
-    filter_meta: Mapping[str, Any] | None
     filter_fields: Mapping[str, Any] | None
-    min_episode_len: int | None
-    top_k: tuple[str, int] | None
-    mark: str | Collection[str] | None
-    marks: AnyPath | None
     weight_by: str | tuple[str, Callable[[Any], Any]] | None
-    split: Mapping[str, float] | str | None
-    part: Any
-    split_seed: int | None
     include_metadata: bool | None
     return_indices: bool | None
     return_weights: bool | None
@@ -313,6 +321,18 @@ def selection_of(options: Parsed, schema: Schema, max_timesteps: int) -> Selecti
     ).excluding(schema)
     selection.check(schema)
     return selection
+
+
+def selection_of_episodes(options: Mapping[str, Any], schema: Schema) -> Selection:
+    """The selection of the episodes that `EpisodeOptions` choose, also of those that a ring has trimmed.
+
+    Raises:
+        SchemaError: an option does not choose episodes, or the schema does not have what it names.
+    """
+    for name in options:
+        if name not in EpisodeOptions.__annotations__:
+            raise unknown_option(name, [*EpisodeOptions.__annotations__])
+    return selection_of(parse({**options, "timestep_level": True}), schema, 1)
 
 
 def _marked(options: Parsed) -> Marked | None:

@@ -26,6 +26,7 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.records import FINAL
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.items.selection import NumberedFolder
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import BoolArray
@@ -157,16 +158,16 @@ class Normalize:
 
 
 def statistics(
-    storages: Sequence[Storage],
+    folders: Sequence[NumberedFolder],
     names: Sequence[str] | None = None,
     quantiles: Sequence[float] = QUANTILES,
     *,
     seed: int = 0,
 ) -> Statistics:
-    """The statistics of the visible episodes, field by field, in blocks of a few megabytes.
+    """The statistics of the episodes that tables show, field by field, in blocks of a few megabytes.
 
     Args:
-        storages: folders of equal fields.
+        folders: of equal fields.
         names: of fields; default: all of numbers.
         quantiles: numbers from 0 to 1.
         seed: of the samples.
@@ -178,15 +179,14 @@ def statistics(
         NotEnoughDataError: there are no episodes.
         SchemaError: a field is unknown or of text, or a quantile is out of range.
     """
-    schema = storages[0].layout.schema
+    schema = folders[0][1].layout.schema
     if any(not 0 <= q <= 1 for q in quantiles):
         raise SchemaError(f"quantiles: got {tuple(quantiles)!r}, expected numbers from 0 to 1")
     chosen = _numeric(schema, names)
-    tables = [storage.refresh() for storage in storages]
+    tables = [table for *_, table in folders]
     if not any(map(len, tables)):
-        raise NotEnoughDataError(f"{storages[0].path}: there are no episodes to describe", episodes=0)
+        raise NotEnoughDataError(f"{folders[0][1].path}: there are no episodes to describe", episodes=0)
     rng = np.random.default_rng(seed)
-    folders = list(zip(storages, tables, strict=True))
     fields = {name: _of_field(folders, name, quantiles, rng) for name in progress(chosen, "statistics")}
     last = int(tables[-1].serial[tables[-1].visible].max(initial=-1))
     return Statistics(fields, last, sum(map(len, tables)))
@@ -215,10 +215,10 @@ def kept_statistics(
     """
     if (kept := _kept(storage, names, quantiles)) is not None:
         return kept
-    episodes = fingerprint(storage.refresh())
-    result = statistics([storage], names, quantiles, seed=seed)
+    table = storage.refresh()
+    result = statistics([(0, storage, table)], names, quantiles, seed=seed)
     if may_keep():
-        _keep(storage.folder, result, episodes)
+        _keep(storage.folder, result, fingerprint(table))
     return result
 
 
@@ -262,12 +262,12 @@ def _numeric(schema: Schema, names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _of_field(
-    folders: Sequence[tuple[Storage, EpisodeTable]], name: str, quantiles: Sequence[float], rng: np.random.Generator
+    folders: Sequence[NumberedFolder], name: str, quantiles: Sequence[float], rng: np.random.Generator
 ) -> FieldStatistics:
-    field = folders[0][0].layout.schema.all[name]
-    total = sum(int(_entries(storage, table, name).sum()) for storage, table in folders)
+    field = folders[0][1].layout.schema.all[name]
+    total = sum(int(_entries(storage, table, name).sum()) for _, storage, table in folders)
     running = RunningStatistics(field.shape, total, quantiles, seed=rng)
-    for storage, table in folders:
+    for _, storage, table in folders:
         for rows, valid in _read_blocks(storage, table, name):
             running.add(decode(rows, field.dtype), valid)
     result = running.result()

@@ -20,6 +20,7 @@ from memmap_buffer import (
     Statistics,
     Trajectory,
     Window,
+    publish,
 )
 from memmap_buffer.format.records import STATE_WORD
 from memmap_buffer.format.storage import Storage
@@ -169,6 +170,59 @@ def test_they_are_kept_by_the_writer_and_computed_again_when_something_changed(b
     path.write_text("{")
     assert buffer.statistics(["done"])["done"].max == 1 and len(computed) == 3
     assert not [name for name in listing(buffer.folder) if name.endswith(".new")]
+
+
+HALVES = {"train": 0.5, "val": 0.5}
+CHOSEN = [
+    {"split": HALVES, "part": "train"},
+    {"split": HALVES, "part": "val", "split_seed": 1},
+    {"split": {"train": 2, "val": 1}, "part": "train"},
+    {"split": "task", "part": 20},
+    {"filter_meta": {"task": lambda column: column > 10, "episode_lens": (None, 6)}},
+    {"top_k": ("task", 2), "min_episode_len": 5},
+]
+
+
+@pytest.mark.parametrize("options", CHOSEN, ids=str)
+def test_the_statistics_of_a_part_are_those_of_its_episodes_alone_from_folders_and_urls(buffer, tmp_path, options):
+    with ReplayBuffer(tmp_path / "other", 3, 9, FIELDS, META) as other:
+        record(other, np.random.default_rng(1), (9, 2, 5))
+    publish(tmp_path / "other", f"file://{tmp_path}/far")
+    far = ReplayBuffer.from_folder(f"file://{tmp_path}/far/other", cache=tmp_path / "cache")
+    for source in (buffer, ConcatBuffer([buffer, other]), far):
+        everything = source.statistics(["reward", "task"])
+        found = source.statistics(["reward", "task"], **options)
+        batch = source.batch(return_mask=True, format="numpy", **options)
+        assert found.num_episodes == len(batch["task"]) < everything.num_episodes
+        check(found["reward"], batch["reward"][batch["_mask"]])
+        check(found["task"], batch["task"].astype(np.float64))
+
+
+def test_the_statistics_of_a_part_and_those_that_are_kept_are_never_taken_for_each_other(buffer):
+    part = {"split": HALVES, "part": "train"}
+    first = buffer.statistics(["reward"], **part)
+    assert "extra/statistics.json" not in listing(buffer.folder)
+    everything = buffer.statistics(["reward"])
+    before = listing(buffer.folder)
+    again = buffer.statistics(["reward"], **part)
+    assert first.num_episodes == again.num_episodes == 1 and everything.num_episodes == len(buffer) == 4
+    assert again["reward"].mean == first["reward"].mean != everything["reward"].mean
+    assert listing(buffer.folder) == before
+
+
+def test_statistics_take_the_options_that_choose_episodes_and_no_others(buffer):
+    buffer.mark(2, add=["good"])
+    assert buffer.statistics(["task"], mark="good").num_episodes == 1
+    for options, error in (
+        ({"n_steps": 3}, "option 'n_steps' is unknown"),
+        ({"filter_fields": {"done": True}}, "option 'filter_fields' is unknown; did you mean 'filter_meta'"),
+        ({"filter_meta": {"reward": 3}}, "filter_meta"),
+        ({"part": "train"}, "part: got 'train' without split"),
+    ):
+        with pytest.raises(SchemaError, match=error):
+            buffer.statistics(**options)
+    with pytest.raises(NotEnoughDataError, match="there are no episodes to describe"):
+        buffer.statistics(filter_meta={"task": 7})
 
 
 def test_what_was_kept_of_a_folder_that_was_overwritten_is_not_that_of_the_new_one(tmp_path):
@@ -391,3 +445,4 @@ def test_of_an_episode_that_a_ring_has_trimmed_the_steps_count_that_are_shown(tm
         ring.store_episode(x=[100.0, 101.0], y=[100, 101])
         found = ring.statistics(["y"])
         assert (found.num_episodes, found["y"].count, found["y"].min, found["y"].max) == (2, 5, 7, 101)
+        assert ring.statistics(["y"], filter_meta={"episode_lens": 3})["y"].count == 3  # of the first, by what is left
