@@ -13,6 +13,7 @@ from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.filters import VALID
+from memmap_buffer.loading.options import selection_of_episodes
 from memmap_buffer.maintenance import schema_changes
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field, Schema, nest
@@ -23,6 +24,9 @@ from memmap_buffer.writing.validation import positions_of
 from memmap_buffer.writing.writer import Writer
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from memmap_buffer.loading.options import EpisodeOptions
     from memmap_buffer.maintenance.publisher import Publisher
 
 Compute: TypeAlias = Callable[[dict[str, Any]], Any]
@@ -175,18 +179,22 @@ class Editing:
     reset_ = clear
     """Another name of `clear`."""
 
-    def delete(self, indices: Any) -> None:
+    def delete(self, indices: Any = None, **options: Unpack[EpisodeOptions]) -> None:
         """Remove episodes; their serials are never used again.
 
         Args:
             indices: positions: an int, list, array or slice.
+            options: those of `EpisodeOptions`, instead of positions: which episodes, such as filter_meta={"success":
+                False}; also those of which a `capacity` has forgotten the first steps.
 
         Raises:
             EpisodeIndexError: there is no such episode; an IndexError.
             StaleEpisodeError: an episode fails its checksums, or another writer removed it.
+            SchemaError: positions and options were given, or none of them, or an option does not choose episodes.
         """
         with self._turn:
-            self._writer.delete(self._slots_of(indices)[0])
+            by_position = indices is not None and not options
+            self._writer.delete(self._slots_of(indices)[0] if by_position else self._slots_by(indices, options))
 
     # Columns
 
@@ -305,6 +313,17 @@ class Editing:
                 serials=gone,
             )
         return slots, single
+
+    def _slots_by(self, indices: Any, options: EpisodeOptions) -> IntArray:
+        """Take the lock; return the slots of the episodes that options choose."""
+        selection = selection_of_episodes(options, self._storage.layout.schema)
+        if indices is not None or (selection.takes_every_episode and selection.top_k is None):
+            raise SchemaError(
+                f"delete: got {indices!r} and {dict(options)!r}, expected positions, or conditions that not every "
+                "episode passes; `clear` removes all"
+            )
+        self._writer.begin()
+        return selection.slots([(0, self._storage, self._storage.refresh())])[0]
 
     def _change_schema(self, what: str, change: Callable[[WriteHandles], None]) -> None:
         """Change the schema; whatever interrupts it, what goes on is the one that stands."""

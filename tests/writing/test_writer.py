@@ -21,7 +21,16 @@ from hypothesis.stateful import (
 )
 from profiles import examples
 
-from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer, verify
+from memmap_buffer import (
+    BufferFullError,
+    ConcatBuffer,
+    EpisodeStateError,
+    Field,
+    ReadOnlyError,
+    ReplayBuffer,
+    SchemaError,
+    verify,
+)
 from memmap_buffer.format import journal
 from memmap_buffer.format.records import CUT, OPEN
 from memmap_buffer.writing import commit
@@ -288,6 +297,63 @@ def test_what_lies_between_deleted_episodes_stays_as_it_is(tmp_path):
         assert ys(buffer) == ys(ReplayBuffer.from_folder(tmp_path, read_only=True)) == [[v] * 2 for v in kept]
         buffer.store_episode(**whole(5))
         assert ys(buffer)[-1] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"filter_meta": {"task": {1, 4}}}, [0, 2, 3]),
+        ({"filter_meta": {"task": lambda column: column > column.mean()}}, [0, 1, 2]),
+        ({"filter_meta": {"task": (1, None)}, "min_episode_len": 4}, [0, 1, 2]),
+        ({"top_k": ("task", 1)}, [0, 1, 2, 3]),
+        ({"mark": "bad"}, [0, 1, 3, 4]),
+        ({"split": "task", "part": 0}, [1, 2, 3, 4]),
+        ({"filter_meta": {"task": 9}}, [0, 1, 2, 3, 4]),
+    ],
+    ids=str,
+)
+def test_the_episodes_that_conditions_choose_are_deleted_and_no_others(tmp_path, options, kept):
+    with make(tmp_path, 5) as buffer:
+        for value in range(5):
+            buffer.store_episode(**whole(value, 2 if value < 3 else 4))
+        buffer.mark(2, add=["bad"])
+        buffer.close()  # another object may have written since
+        with ReplayBuffer.from_folder(tmp_path) as again:
+            assert again.delete(**options) is None
+            assert again.serials.tolist() == buffer.serials.tolist() == kept
+    assert not verify(tmp_path)
+
+
+def test_to_delete_without_positions_and_without_a_condition_is_refused(tmp_path):
+    with make(tmp_path, 5) as buffer:
+        buffer.store_episode(**whole(1))
+        for positions, options in (
+            ((), {}),
+            ((None,), {}),
+            ((), {"filter_meta": {}}),
+            ((), {"filter_meta": None}),
+            ((), {"min_episode_len": 1}),
+            ((0,), {"filter_meta": {"task": 1}}),
+        ):
+            with pytest.raises(SchemaError, match="expected positions, or conditions that not every episode passes"):
+                buffer.delete(*positions, **options)
+        with pytest.raises(SchemaError, match="option 'n_steps' is unknown"):
+            buffer.delete(n_steps=1)
+        assert len(buffer) == 1
+        with pytest.raises(ReadOnlyError, match="only reads"):
+            ConcatBuffer([buffer]).delete(filter_meta={"task": 1})
+
+
+def test_conditions_also_delete_what_a_ring_has_left_of_an_episode(tmp_path):
+    with ReplayBuffer(tmp_path, capacity=6, max_timesteps=4, fields=FIELDS, meta_fields=META) as buffer:
+        for value in range(2):
+            buffer.store_episode(**whole(value, 4))
+        assert (buffer.num_episodes, buffer.num_steps) == (1, 6)
+        buffer.delete(filter_meta={"task": 0})
+        assert (buffer.num_episodes, buffer.num_steps) == (1, 4)
+        buffer.store_episode(**whole(2, 3))
+        assert buffer.batch(timestep_level=True)["y"].tolist() == [1, 1, 1, 2, 2, 2]
+    assert not verify(tmp_path)
 
 
 @pytest.mark.parametrize("at", range(1, 8))
