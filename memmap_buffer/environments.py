@@ -18,10 +18,13 @@ with extra("gymnasium"):
     from gymnasium.vector import AutoresetMode, VectorEnv
     from gymnasium.wrappers import Autoreset
 
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 TIME_LIMIT = "_max_episode_steps"  # of `TimeLimit`
 
 
-def schema_of(observation_space: Space[Any], action_space: Space[Any], codec: Any = None) -> dict[str, Any]:
+def schema_of(
+    observation_space: Space[Any], action_space: Space[Any], codec: Any = None, dtype: Any = None
+) -> dict[str, Any]:
     """The fields of one environment's timesteps, as `ReplayBuffer` and `Schema` take them.
 
     Box, Discrete, MultiDiscrete and MultiBinary keep their shape and dtype, Text(n) becomes "U<n>"; Dict and Tuple are
@@ -32,17 +35,20 @@ def schema_of(observation_space: Space[Any], action_space: Space[Any], codec: An
         observation_space: of one environment; of a vector environment `single_observation_space`.
         action_space: of one environment; of a vector environment `single_action_space`.
         codec: of images: spaces of uint8 with two axes or more.
+        dtype: of floating-point numbers, such as "float32"; default: as the space says.
 
     Returns:
         `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`.
 
     Raises:
-        SchemaError: a space has no fixed size (Graph, Sequence, OneOf).
+        SchemaError: a space has no fixed size (Graph, Sequence, OneOf), or `dtype` is of no floating-point numbers.
     """
+    if dtype is not None and Field(dtype).dtype not in FLOATS:
+        raise SchemaError(f"dtype: got {dtype!r}, expected one of {', '.join(FLOATS)}")
     members = Names().ours({"observation": _members(observation_space), "action": _members(action_space)})
     return {
-        "observation": _fields("observation", members["observation"], final=True, codec=codec),
-        "action": _fields("action", members["action"], final=False),
+        "observation": _fields("observation", members["observation"], dtype, final=True, codec=codec),
+        "action": _fields("action", members["action"], dtype, final=False),
         "reward": "float",
         "terminated": "bool",
         "truncated": "bool",
@@ -136,14 +142,17 @@ def image_codec(dtype: Any, shape: tuple[int, ...], codec: Any) -> Any:
     return codec if dtype == np.uint8 and len(shape) > 1 else None
 
 
-def _fields(name: str, space: Any, *, final: bool, codec: Any = None) -> Any:
+def _fields(name: str, space: Any, dtype: Any, *, final: bool, codec: Any = None) -> Any:
     if isinstance(space, dict):
-        return {part: _fields(f"{name}.{part}", member, final=final, codec=codec) for part, member in space.items()}
+        return {
+            part: _fields(f"{name}.{part}", member, dtype, final=final, codec=codec) for part, member in space.items()
+        }
     if isinstance(space, spaces.Text):
         return Field(f"U{space.max_length}", (), final=final)
     if isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
-        shape = tuple(space.shape or ())
-        return Field(np.dtype(space.dtype), shape, final=final, codec=image_codec(space.dtype, shape, codec))
+        shape, own = tuple(space.shape or ()), np.dtype(space.dtype)
+        stored = dtype if dtype is not None and own.kind == "f" else own
+        return Field(stored, shape, final=final, codec=image_codec(own, shape, codec))
     raise SchemaError(
         f"{name}: got {space}, expected Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict or Tuple; "
         "give it a fixed size by an observation or action wrapper",

@@ -107,6 +107,19 @@ def test_a_codec_is_that_of_the_observations_that_are_images_alone():
     assert fields["observation.image"] == Field("uint8", (4, 4, 3), final=True, codec="zstd")
 
 
+def test_a_dtype_is_that_of_floating_point_observations_and_actions_alone():
+    double = spaces.Box(-1, 1, (3,), np.float64)
+    observation = spaces.Dict({"image": SPACES["image"], "state": double, "part": spaces.Tuple((double, DISCRETE))})
+    for dtype in ("float32", np.float32, "bfloat16"):
+        fields = Schema(schema_of(observation, double, dtype=dtype)).fields
+        changed = {name for name, field in fields.items() if field.dtype == Field(dtype).dtype}
+        assert changed - {"reward"} == {"observation.state", "observation.part.item0", "action"}
+        assert fields["observation.image"].dtype == "uint8" and fields["observation.state"].final
+    assert Schema(schema_of(observation, double)).fields["action"] == Field("float64", 3)
+    with pytest.raises(SchemaError, match="dtype: got 'uint8', expected one of float16, bfloat16, float32, float64"):
+        schema_of(observation, double, dtype="uint8")
+
+
 @pytest.mark.parametrize(
     ("space", "text"),
     [

@@ -253,6 +253,7 @@ class ReplayBuffer(Recording, Readable):
         publish: Publish | None = None,
         fields: Mapping[str, Any] | None = None,
         codec: Any = None,
+        dtype: Any = None,
         **options: Any,
     ) -> Self:
         """A buffer with the fields of a Gymnasium environment's timesteps; of a vector's, those of one of them.
@@ -274,11 +275,13 @@ class ReplayBuffer(Recording, Readable):
             publish: default: "step" beside a `capacity`, otherwise "episode".
             fields: more fields, such as log_prob, or others in the place of these.
             codec: of observations that are images (uint8, two axes or more), as for `Field`: "zstd", say.
+            dtype: of floating-point observations and actions: "float32" stores the float64 of MuJoCo in half the room.
+                Default: as the spaces say.
             options: any other argument of the constructor.
 
         Raises:
             ImportError: Gymnasium is not installed.
-            SchemaError: a space has no fixed size, or there is no time limit.
+            SchemaError: a space has no fixed size, there is no time limit, or `dtype` is of no floating-point numbers.
         """
         from memmap_buffer.environments import (
             count_of,
@@ -289,7 +292,7 @@ class ReplayBuffer(Recording, Readable):
             spaces_of,
         )
 
-        all_fields = {**schema_of(*spaces_of(env), codec), **declared("fields", fields or {})}
+        all_fields = {**schema_of(*spaces_of(env), codec, dtype), **declared("fields", fields or {})}
         limit = max_timesteps or max_steps_of(env) or (None if capacity is None else WITHOUT_A_TIME_LIMIT)
         if limit is None:
             raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")

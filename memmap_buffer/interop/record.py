@@ -91,7 +91,7 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         keep_partial: whether to publish episodes that are left before their end.
         options: of `ReplayBuffer.for_env`, where `buffer` is a folder: `max_episodes` or `capacity` must be given;
             `max_timesteps`, too, where there is no capacity and the environment's spec names no limit. `meta_fields`
-            and `fields` are declared in addition.
+            and `fields` are declared in addition. dtype="float32" is of floating-point observations and actions.
 
     Raises:
         SchemaError: an option is missing or not allowed, or the environment does not give a field of the buffer.

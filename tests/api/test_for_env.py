@@ -207,6 +207,27 @@ def test_there_is_a_slot_for_each_environment_of_a_large_vector(tmp_path):
         ReplayBuffer.for_env(walks(4), tmp_path / "b", max_episodes=9, max_timesteps=9, publish="step")
 
 
+class Precise(Walk):
+    """Its observations and actions are float64, as those of MuJoCo, and no float32."""
+
+    observation_space = Box(-1e6, 1e6, (2,), np.float64)
+    action_space = Box(-1, 1, (1,), np.float64)
+
+    def observe(self):
+        return super().observe().astype(np.float64) + 0.1
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_observations_and_actions_of_float64_are_stored_as_the_dtype_that_is_asked_for(tmp_path, mode):
+    envs = SyncVectorEnv([lambda i=i: Precise(i) for i in range(3)], autoreset_mode=mode)
+    with ReplayBuffer.for_env(envs, tmp_path, capacity=60, dtype="float32") as buffer:
+        *_, plain = play(envs, buffer, 15)
+        batch = buffer.batch(n_steps=1, format="numpy")
+        assert batch["observation"].dtype == batch["next_observation"].dtype == batch["action"].dtype == np.float32
+        rounded = {tuple(np.float32(one).tolist()) for steps in plain for one in steps}
+        assert len({*rows(batch)}) == len(rows(batch)) > 25 and {*rows(batch)} <= rounded
+
+
 def test_fields_may_be_others_in_the_place_of_these(tmp_path):
     halves = Field("float16", (2,), final=True)
     with ReplayBuffer.for_env(Walk(0), tmp_path, capacity=5, fields={"observation": halves, "value": "float"}) as made:

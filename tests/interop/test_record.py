@@ -467,6 +467,23 @@ def test_fields_and_meta_fields_are_declared_beside_those_that_are_recorded(tmp_
     assert episode["info"]["to_do"]["how_many_"].tolist() == [8, 7, 6]
 
 
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+def test_floating_point_observations_are_recorded_as_the_dtype_that_is_asked_for(tmp_path, dtype):
+    spec = {"max_episodes": 4, "max_timesteps": 50, "dtype": dtype, "keep_partial": True}
+    with RecordEpisodes(Probe(), tmp_path / "one", **spec) as one:
+        seen, _ = one.reset(seed=1)
+        one.step(one.action_space.sample())
+    with RecordVectorEpisodes(SyncVectorEnv([Probe] * 2), tmp_path / "two", **spec) as two:
+        two.reset(seed=1)
+        two.step(two.action_space.sample())
+    for folder in ("one", "two"):
+        episode = ReplayBuffer.from_folder(tmp_path / folder, read_only=True).episode(0)
+        pose, arm = episode["observation"]["pose"], episode["action"]["arm"]
+        assert pose["item1"].dtype == (dtype or "float64") and arm.dtype == (dtype or "float32")
+        assert np.array_equal(pose["item1"][0], seen["pose"][1].astype(dtype or "float64"))
+        assert pose["item0"].dtype == "int64"
+
+
 def test_a_seed_of_64_bits_is_kept_and_one_that_cannot_be_is_refused_before_the_reset(tmp_path):
     with record_kitchen(tmp_path / "b") as recorder:
         recorder.reset(seed=2**64 - 1)
