@@ -48,6 +48,7 @@ from memmap_buffer.errors import (
     WriterLostError,
 )
 from memmap_buffer.format.marks import Mark
+from memmap_buffer.items.weights import Balanced
 from memmap_buffer.loading.options import Options
 from memmap_buffer.priority.options import Prioritized, compute_importance_weights
 from memmap_buffer.priority.sum_tree import SumTree
@@ -81,6 +82,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Advantages",
+    "Balanced",
     "BufferFullError",
     "BufferLockedError",
     "Collector",

@@ -21,7 +21,7 @@ from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, SchemaMismatchError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.lock import Turn
-from memmap_buffer.items.selection import NumberedFolder, published_at
+from memmap_buffer.items.weights import NumberedFolder, published_at
 from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
 from memmap_buffer.loading.batches import Batch, ItemDataset, batch_of, finished, form_of, handed_out
 from memmap_buffer.loading.epochs import EpochSampler, OrderedSampler, PrioritizedSampler

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.cached import cached_property
-from memmap_buffer.dtypes import Array, FloatArray, check_count, decode
+from memmap_buffer.dtypes import FloatArray, check_count
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED, TIME
+from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.filters import START, VALID, filtered, matches
 from memmap_buffer.items.index import FolderTable, Index, sums
 from memmap_buffer.items.marked import Marked
 from memmap_buffer.items.streams import Streams
+from memmap_buffer.items.weights import (
+    EPISODE_COLUMNS,
+    NumberedFolder,
+    WeightBy,
+    episode_column,
+    weighing,
+    weights_of,
+)
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import GOLDEN, BoolArray, Runs, splitmix
 from memmap_buffer.views.batch_builder import Ends
 from memmap_buffer.views.folders import Folders, id_of
 from memmap_buffer.views.view import View, described
 
-Weigh: TypeAlias = Callable[[Any], Any]
-NumberedFolder: TypeAlias = tuple[int, Storage, EpisodeTable]  # as `Folders.by_number` gives it
-EPISODE_COLUMNS = ("episode_lens", "episode_time")  # timesteps; when it was published, in seconds since 1970
 MAX_BLOCK = 1000  # episodes among which a split deals out exactly
 
 
@@ -47,7 +52,8 @@ class Selection:
         top_k: (meta field, k): only the k episodes where it is highest.
         mark: what a person marked them as.
         weight_by: a meta field, or one of `EPISODE_COLUMNS`: an episode's anchors are drawn in proportion to it, and
-            not at all where it is 0. Or (name, a function from the column to weights).
+            not at all where it is 0. Or (name, a function from the column to weights), or a function of
+            `EpisodeColumns`.
         split: name -> fraction of the episodes: an episode's part follows from its serial alone, so it never changes.
             Or name -> number of episodes, out of the oldest, before any filter.
         part: the name of the split's part that is wanted.
@@ -66,7 +72,7 @@ class Selection:
     split: Mapping[str, float] | None = None
     part: str | None = None
     split_seed: int = 0
-    weight_by: str | tuple[str, Weigh] | None = None
+    weight_by: WeightBy | None = None
     random: bool = False
     mixes: bool = False
     members: Mapping[int, IntArray] | None = None
@@ -77,7 +83,7 @@ class Selection:
         if not isinstance(self.split_seed, int):
             raise SchemaError(f"split_seed: got {self.split_seed!r}, expected a whole number")
         _check_top_k(self.top_k, schema)
-        _check_number("weight_by", _weighing(self.weight_by)[0], schema)
+        _check_number("weight_by", weighing(self.weight_by)[0], schema)
         for name in self.filter_meta:
             if name not in EPISODE_COLUMNS and name not in schema.meta_fields:
                 raise schema.unknown(name, "filter_meta", [*schema.meta_fields, *EPISODE_COLUMNS], "filter_fields")
@@ -112,7 +118,9 @@ class Selection:
         """The selection without callables among its filters, so that it can be pickled."""
         meta = {name: c for name, c in self.filter_meta.items() if not callable(c)}
         fields = {name: c for name, c in self.filter_fields.items() if not callable(c)}
-        return replace(self, filter_meta=meta, filter_fields=fields, weight_by=_weighing(self.weight_by)[0])
+        name, weigh = weighing(self.weight_by)
+        weight_by = described(weigh) if name is None and weigh is not None else name
+        return replace(self, filter_meta=meta, filter_fields=fields, weight_by=weight_by)
 
     def describe(self) -> str:
         """The view and the options that narrow it, for an error."""
@@ -130,7 +138,7 @@ class Selection:
 
     @property
     def has_callables(self) -> bool:
-        weigh = _weighing(self.weight_by)[1]
+        weigh = weighing(self.weight_by)[1]
         return any(map(callable, [*self.filter_meta.values(), *self.filter_fields.values(), weigh]))
 
     def index(
@@ -160,7 +168,7 @@ class Selection:
             parts = [self._runs(*folder, *earlier_by_number.get(folder[0], ())) for folder in each]
         weight = None
         if self.weight_by is not None:
-            weights = _weights(each, parts, *_weighing(self.weight_by))
+            weights = weights_of(each, parts, self.weight_by)
             parts = [part.where(np.flatnonzero(w)) for part, w in zip(parts, weights, strict=True)]
             weight = np.concatenate(weights)
         runs, sizes = Runs.joined(parts), [len(part.slot) for part in parts]
@@ -198,7 +206,7 @@ class Selection:
     ) -> IntArray | None:
         """Have the streams of a folder take in what changed, see `Streams.take_in`."""
         name, unknown = self.view.stream, shown[streams.unknown(table, shown)]
-        names = None if name is None else _episode_column(storage, table, name, unknown)
+        names = None if name is None else episode_column(storage, table, name, unknown)
         return streams.take_in(table, slots, shown, names)
 
     @cached_property
@@ -259,7 +267,7 @@ class Selection:
             return slots
         keep = table.of(table.length, slots) - table.of(table.start, slots) >= self.min_episode_len
         for name, condition in self.filter_meta.items():
-            keep &= matches(_episode_column(storage, table, name, slots), condition, name)
+            keep &= matches(episode_column(storage, table, name, slots), condition, name)
         if self.mark is not None:
             keep &= self.mark.keep(storage, table.serial[slots])
         if self.split is not None:
@@ -332,7 +340,7 @@ class Selection:
 
 def _highest(each: Sequence[NumberedFolder], slots: Sequence[IntArray], name: str, k: int) -> list[IntArray]:
     """The slots of the k episodes, of all folders, whose meta field is highest; newer episodes where it is equal."""
-    columns = [_episode_column(*folder[1:], name, chosen) for folder, chosen in zip(each, slots, strict=True)]
+    columns = [episode_column(*folder[1:], name, chosen) for folder, chosen in zip(each, slots, strict=True)]
     values = np.concatenate([column.reshape(-1) for column in columns])
     best = np.zeros(len(values), np.bool_)
     best[np.argsort(values, kind="stable")[::-1][:k]] = True
@@ -390,56 +398,6 @@ def _block(*ends: float) -> int:
             return count
     shares = np.diff(edges)
     return int(min(MAX_BLOCK, np.ceil(2 / shares[shares > 0].min())))
-
-
-def _episode_column(storage: Storage, table: EpisodeTable, name: str, slots: IntArray) -> Array:
-    """A meta field, or one of `EPISODE_COLUMNS`, of some slots."""
-    if name == "episode_lens":
-        return table.length[slots] - table.start[slots]
-    if name == "episode_time":
-        return published_at(storage, slots)
-    return decode(storage.maps.meta[name][slots], storage.layout.schema.meta_fields[name].dtype)
-
-
-def published_at(storage: Storage, slots: IntArray) -> IntArray:
-    """When the episodes of some slots were published, in seconds since 1970."""
-    return np.asarray(storage.maps.words.view(np.uint32)[slots, TIME].astype(np.int64))
-
-
-def _weighing(weight_by: object) -> tuple[str | None, Weigh | None]:
-    """(the column, the function of it) by which items are weighed."""
-    if weight_by is None or isinstance(weight_by, str):
-        return weight_by, None
-    if not isinstance(weight_by, tuple) or len(weight_by) != 2 or not callable(weight_by[1]):
-        raise SchemaError(
-            f"weight_by: got {weight_by!r}, expected a meta field, or (meta field, a function from its column to "
-            "weights)"
-        )
-    return weight_by
-
-
-def _weights(
-    each: Sequence[NumberedFolder], parts: Sequence[Runs], name: str | None, weigh: Weigh | None
-) -> list[FloatArray]:
-    """(R,) the weight of each run's episode, folder by folder: a meta field, or what a function makes of all of it."""
-    columns = [
-        _episode_column(*folder[1:], str(name), p.slot).reshape(-1) for folder, p in zip(each, parts, strict=True)
-    ]
-    every = np.concatenate(columns)
-    weight = np.asarray(every if weigh is None else weigh(every), np.float64)
-    if weight.shape != every.shape:
-        raise SchemaError(f"weight_by: the function of {name!r} gave shape {weight.shape}, expected {every.shape}")
-    wrong = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))
-    ends = np.cumsum([len(column) for column in columns])
-    if wrong.size:
-        part = int(np.searchsorted(ends, wrong[0], side="right"))
-        serial = int(np.concatenate([p.serial for p in parts])[wrong[0]])
-        raise SchemaError(
-            f"{each[part][1].path}: weight_by: {name!r} of episode {serial} is {weight[wrong[0]]}, expected a number "
-            "from 0; filter such episodes out by filter_meta",
-            serial=serial,
-        )
-    return np.split(weight, ends[:-1])
 
 
 class _Parts(NamedTuple):

@@ -16,6 +16,7 @@ from memmap_buffer.choices import Format, OnStale, Padding, check_choice, closes
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.marked import Marked
 from memmap_buffer.items.selection import Selection
+from memmap_buffer.items.weights import WeightBy
 from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import DECLARED, LENGTHS, Schema
@@ -90,7 +91,9 @@ class BatchOptions(EpisodeOptions, total=False):
         timeline: with `n_steps`: `next_` holds every successor up to the n-th, (B, n, *field).
         filter_fields: field, or "_start" -> a condition on the timestep at which an item begins.
         weight_by: a meta field, "episode_lens" or "episode_time": items are drawn in proportion to it. Or (name, a
-            function from its column to weights).
+            function from its column to weights), or a function from all columns to weights: a mapping of every meta
+            field, "episode_lens", "episode_time", "serial", "age" (0 the newest) and "items" (how many an episode has)
+            to an entry an episode, of the episodes that have items. `Balanced` is one.
         include_metadata: whether items have the meta fields.
         return_indices: add `_index` (serial) to whole episodes, and `_indices` (serial, timestep) to other items; a
             `ConcatBuffer` puts the number of the folder first.
@@ -128,7 +131,7 @@ class BatchOptions(EpisodeOptions, total=False):
     padding: Padding | None
     timeline: bool | None
     filter_fields: Mapping[str, Any] | None
-    weight_by: str | tuple[str, Callable[[Any], Any]] | None
+    weight_by: WeightBy | None
     include_metadata: bool | None
     return_indices: bool | None
     return_weights: bool | None

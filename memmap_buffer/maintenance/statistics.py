@@ -26,7 +26,7 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.records import FINAL
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.items.selection import NumberedFolder
+from memmap_buffer.items.weights import NumberedFolder
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import BoolArray

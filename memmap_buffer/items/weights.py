@@ -1,0 +1,150 @@
+"""The columns of episodes, one value each, and the weights by which the items of an episode are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from memmap_buffer.dtypes import Array, FloatArray, decode
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.records import TIME
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.views.anchors import Runs
+from memmap_buffer.views.view import described
+
+Weigh: TypeAlias = Callable[[Any], Any]
+WeightBy: TypeAlias = str | tuple[str, Weigh] | Weigh
+NumberedFolder: TypeAlias = tuple[int, Storage, EpisodeTable]  # as `Folders.by_number` gives it
+EPISODE_COLUMNS = ("episode_lens", "episode_time")  # timesteps; when it was published, in seconds since 1970
+
+
+def episode_column(storage: Storage, table: EpisodeTable, name: str, slots: IntArray) -> Array:
+    """A meta field, or one of `EPISODE_COLUMNS`, of some slots."""
+    if name == "episode_lens":
+        return table.length[slots] - table.start[slots]
+    if name == "episode_time":
+        return published_at(storage, slots)
+    return decode(storage.maps.meta[name][slots], storage.layout.schema.meta_fields[name].dtype)
+
+
+def published_at(storage: Storage, slots: IntArray) -> IntArray:
+    """When the episodes of some slots were published, in seconds since 1970."""
+    return np.asarray(storage.maps.words.view(np.uint32)[slots, TIME].astype(np.int64))
+
+
+class EpisodeColumns(Mapping[str, Array]):
+    """The columns of the episodes that have items, an entry each, folder by folder, oldest first.
+
+    They are read as they are asked for: every meta field, `EPISODE_COLUMNS`, and "serial"; "age": how many of these
+    episodes are newer, of several folders by when they were published; "items": how many items each has. A meta field
+    of such a name stands for itself.
+
+    Args:
+        each: the folders.
+        parts: of each folder its runs of items, those of an episode side by side.
+
+    Attributes:
+        num_episodes: of each folder.
+        of_run: (R,) which episode each run is of, over all folders.
+    """
+
+    def __init__(self, each: Sequence[NumberedFolder], parts: Sequence[Runs]) -> None:
+        begins = [np.diff(part.serial, prepend=-1) != 0 for part in parts]
+        self._each = [
+            (storage, table, part.slot[is_first], part.serial[is_first])
+            for (_, storage, table), part, is_first in zip(each, parts, begins, strict=True)
+        ]
+        self._schema = each[0][1].layout.schema
+        self._names = [*dict.fromkeys([*self._schema.meta_fields, *EPISODE_COLUMNS, "serial", "age", "items"])]
+        self._counts = np.concatenate([part.count for part in parts])
+        self.num_episodes = [len(slots) for _, _, slots, _ in self._each]
+        self.of_run = np.cumsum(np.concatenate(begins)) - 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> Array:
+        if name in self._schema.meta_fields or name in EPISODE_COLUMNS:
+            read = [episode_column(storage, table, name, slots) for storage, table, slots, _ in self._each]
+            column = np.concatenate(read)
+            return column[:, 0] if column.shape[1:] == (1,) else column
+        if name == "serial":
+            return np.concatenate([serial for *_, serial in self._each])
+        if name == "items":
+            return np.bincount(self.of_run, self._counts, sum(self.num_episodes)).astype(np.int64)
+        if name != "age":
+            raise self._schema.unknown(name, "weight_by", self._names)
+        order = np.arange(len(self["serial"]))
+        if len(self._each) > 1:
+            order = np.argsort(self["episode_time"], kind="stable")
+        age = np.empty_like(order)
+        age[order] = np.arange(len(order))[::-1]
+        return age
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """A `weight_by`: of each value of a meta field, such as the task, as many items are drawn in the mean.
+
+    Args:
+        name: the meta field.
+        shares: value -> its share, in proportion; values that are not named have none. Default: all alike.
+    """
+
+    name: str
+    shares: tuple[tuple[Any, float], ...] | Mapping[Any, float] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.shares, Mapping):
+            object.__setattr__(self, "shares", tuple(self.shares.items()))
+
+    def __call__(self, columns: Mapping[str, Array]) -> FloatArray:
+        """(E,) the weight of the items of each episode."""
+        values, of = np.unique(columns[self.name], axis=0, return_inverse=True)
+        of = of.reshape(-1)
+        share = 1.0 if self.shares is None else np.array([dict(self.shares).get(value, 0) for value in values.tolist()])
+        return np.asarray((share / np.bincount(of, columns["items"]))[of])
+
+
+def weighing(weight_by: object) -> tuple[str | None, Weigh | None]:
+    """(the column, the function of it) by which items are weighed; the function alone is of all columns."""
+    if weight_by is None or isinstance(weight_by, str):
+        return weight_by, None
+    if callable(weight_by):
+        return None, weight_by
+    if not isinstance(weight_by, tuple) or len(weight_by) != 2 or not callable(weight_by[1]):
+        raise SchemaError(
+            f"weight_by: got {weight_by!r}, expected a meta field, or (meta field, a function from its column to "
+            "weights), or a function of all columns"
+        )
+    return weight_by
+
+
+def weights_of(each: Sequence[NumberedFolder], parts: Sequence[Runs], weight_by: WeightBy) -> list[FloatArray]:
+    """(R,) the weight of each run's episode, folder by folder."""
+    name, weigh = weighing(weight_by)
+    columns, what = EpisodeColumns(each, parts), described(weigh) if name is None else name
+    count = sum(columns.num_episodes)
+    given: Any = columns if name is None else columns[name]
+    if weigh is not None:
+        given = weigh(given) if count else []
+    weight = np.asarray(given, np.float64)
+    if weight.shape != (count,):
+        raise SchemaError(f"weight_by: the function of {what!r} gave shape {weight.shape}, expected {(count,)}")
+    wrong = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))
+    if wrong.size:
+        folder = int(np.searchsorted(np.cumsum(columns.num_episodes), wrong[0], side="right"))
+        serial = int(columns["serial"][wrong[0]])
+        raise SchemaError(
+            f"{each[folder][1].path}: weight_by: {what!r} of episode {serial} is {weight[wrong[0]]}, expected a number "
+            "from 0; filter such episodes out by filter_meta",
+            serial=serial,
+        )
+    return np.split(weight[columns.of_run], np.cumsum([len(part.slot) for part in parts])[:-1])
