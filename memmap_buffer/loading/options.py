@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import numpy as np
 
-from memmap_buffer.choices import Format, OnStale, Padding, check_choice, closest, did_you_mean
+from memmap_buffer.choices import Format, OnStale, Padding, StepBoundary, check_choice, closest, did_you_mean
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.marked import Marked
 from memmap_buffer.items.selection import Selection
@@ -89,6 +89,8 @@ class BatchOptions(EpisodeOptions, total=False):
         stack: with `n_steps`: field -> how many timesteps stand for one, the latest last.
         padding: with `stack`: what stands for the timesteps before the episode: "zero", "edge" or "default".
         timeline: with `n_steps`: `next_` holds every successor up to the n-th, (B, n, *field).
+        boundary: with `n_steps`: "pad": an item at every timestep that has a successor; "drop": only where all n steps
+            lie in the episode.
         filter_fields: field, or "_start" -> a condition on the timestep at which an item begins.
         weight_by: a meta field, "episode_lens" or "episode_time": items are drawn in proportion to it. Or (name, a
             function from its column to weights), or a function from all columns to weights: a mapping of every meta
@@ -130,6 +132,7 @@ class BatchOptions(EpisodeOptions, total=False):
     stack: Mapping[str, int] | None
     padding: Padding | None
     timeline: bool | None
+    boundary: StepBoundary | None
     filter_fields: Mapping[str, Any] | None
     weight_by: WeightBy | None
     include_metadata: bool | None
@@ -182,6 +185,7 @@ DEFAULTS: Options = {
     "reward": "reward",
     "terminated": DECLARED,
     "padding": "zero",
+    "boundary": "pad",
     "timeline": False,
     "min_episode_len": 1,
     "split_seed": 0,
@@ -197,7 +201,7 @@ DEFAULTS: Options = {
     "on_stale": "redraw",
 }
 _OF_N_STEPS = (
-    *("gamma", "current_fields", "next_fields", "sequence_fields", "stack", "padding", "timeline"),
+    *("gamma", "current_fields", "next_fields", "sequence_fields", "stack", "padding", "boundary", "timeline"),
     *("reward", "terminated"),
 )
 _OF_VIEWS: dict[str, str] = {  # option -> what a view object calls it

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import ClassVar
 
 import numpy as np
 
-from memmap_buffer.choices import Padding, check_choice
+from memmap_buffer.choices import Padding, StepBoundary, check_choice
 from memmap_buffer.dtypes import FALSE, TRUE, Array, check_count, check_number
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
@@ -48,12 +47,12 @@ class NStep(View):
         stack: field -> S, how many timesteps stand for one, the latest last.
         padding: the values of stacked timesteps before the episode: "zero", "edge" (the first step) or "default".
         timeline: `next_` is every timestep until t + k: (B, n, *field), of t + 1 … t + k and zero behind.
+        boundary: "pad": an item at every step that has a successor; "drop": only at those from which all n steps lie in
+            the episode, so that k = n; of one that was cut short by a time limit, those whose n-th successor exists.
 
     Raises:
         SchemaError: a value that is not one of these.
     """
-
-    one_per_step: ClassVar[bool] = True
 
     n: int
     current_fields: Names = None
@@ -65,6 +64,7 @@ class NStep(View):
     stack: Mapping[str, int] | Iterable[tuple[str, int]] = ()
     padding: Padding = "zero"
     timeline: bool = False
+    boundary: StepBoundary = "pad"
 
     def __post_init__(self) -> None:
         self._keep_names("current_fields", "next_fields", "sequence_fields")
@@ -74,6 +74,7 @@ class NStep(View):
         for name, steps in dict(self.stack).items():
             check_count(f"stack of {name!r}", steps)
         check_choice("padding", self.padding, Padding)
+        check_choice("boundary", self.boundary, StepBoundary)
         if self.stack and self.timeline:
             raise SchemaError("stack and timeline exclude each other; cut windows by Offsets for both")
         check_count("n_steps", self.n)
@@ -88,6 +89,10 @@ class NStep(View):
         keys = [f"next_{name}" for name in following]
         keys += [f"seq_{name}" for name in named(schema, self.sequence_fields, "sequence_fields")]
         return dict.fromkeys(keys, "n_step_lens")
+
+    @property
+    def one_per_step(self) -> bool:
+        return self.boundary == "pad"
 
     @property
     def reach(self) -> int:
@@ -120,7 +125,8 @@ class NStep(View):
         return (_without_successors(current, following) if self.current_fields is None else current), following
 
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
-        return episodes.replaced(count=episodes.count - ~(has_final | terminated))
+        count = episodes.count - ~(has_final | terminated)
+        return episodes.replaced(count=count if self.boundary == "pad" else np.maximum(count - (self.n - 1), 0))
 
     def plan(self, schema: Schema) -> tuple[tuple[str, ...], ...]:
         """The fields at t, at t + k, and from t to t + k - 1."""

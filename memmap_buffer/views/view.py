@@ -27,7 +27,6 @@ class View(ABC):
     per_episode: ClassVar[bool] = False
     random: ClassVar[bool] = False
     stream: str | None = None  # the meta field by which episodes follow one another; see `continues`
-    one_per_step: ClassVar[bool] = False  # whether a step more or less of an episode is an anchor more or less
 
     @abstractmethod
     def keys(self, schema: Schema) -> list[str]:
@@ -75,6 +74,11 @@ class View(ABC):
     def sequences(self, schema: Schema) -> dict[str, str]:
         """The keys of a batch that are padded behind the end, and the key that says how long each item is."""
         return {}
+
+    @property
+    def one_per_step(self) -> bool:
+        """Whether a step more or less of an episode is an anchor more or less."""
+        return False
 
     @property
     def reach(self) -> int:

@@ -101,12 +101,14 @@ class Timestep(View):
         fields: the fields of a batch; default all.
     """
 
-    one_per_step: ClassVar[bool] = True
-
     fields: Names = None
 
     def __post_init__(self) -> None:
         self._keep_names("fields")
+
+    @property
+    def one_per_step(self) -> bool:
+        return True
 
     def keys(self, schema: Schema) -> list[str]:
         return list(named(schema, self.fields, "fields"))

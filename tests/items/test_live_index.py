@@ -29,6 +29,7 @@ VIEWS = [
     NStep(1),
     NStep(3, gamma=0.9),
     NStep(2, stack={"observation": 3}),
+    NStep(3, boundary="drop"),
     Window(4),
     Window(3, boundary="pad"),
     Offsets({"observation": [-1, 0]}),

@@ -59,6 +59,36 @@ def test_a_timeline_has_all_that_comes_until_the_successor(recording, choice, n)
         assert_view(buffer, reference.items(cut, **choice), n_steps=n, **options, **choice)
 
 
+@few
+@given(recordings(), choices(by_step=True), st.integers(1, 4))
+def test_dropped_are_the_items_of_which_not_every_step_lies_in_the_episode(recording, choice, n):
+    with recorded(recording) as (buffer, reference):
+
+        def cut(episode):
+            items = reference.transitions(episode, n, NAMES, ("reward",))
+            return {t: item for t, item in items.items() if item["n_step_lens"] == n}
+
+        options = {"current_fields": NAMES, "next_fields": NAMES, "sequence_fields": "reward", "boundary": "drop"}
+        assert_view(buffer, reference.items(cut, **choice), n_steps=n, **options, **choice)
+
+
+def test_of_an_episode_that_a_time_limit_cut_short_items_reach_as_far_as_a_successor_exists(tmp_path):
+    fields = {"observation": Field("int", final=True), "terminated": "bool", "truncated": "bool"}
+    with ReplayBuffer(tmp_path, 4, 9, fields) as buffer:
+        steps, last = np.arange(6), np.arange(6) == 5
+        buffer.store_episode(observation=steps, terminated=last, truncated=False & last)
+        buffer.store_episode(observation=steps, terminated=False & last, truncated=last)
+        buffer.store_episode(observation=np.arange(7), terminated=False & last, truncated=last)
+        buffer.store_episode(observation=[0, 1], terminated=[False, True], truncated=[False] * 2)
+        how = {"return_indices": True, "format": "numpy"}
+        batch = buffer.batch(n_steps=3, boundary="drop", **how)
+        assert batch["_indices"].tolist() == [[e, t] for e, n in ((0, 4), (1, 3), (2, 4)) for t in range(n)]
+        assert batch["n_step_lens"].tolist() == [3] * 11
+        assert batch["next_observation"].tolist() == [3, 4, 5, 0, 3, 4, 5, 3, 4, 5, 6]
+        assert np.array_equal(buffer.batch(view=NStep(3, boundary="drop"), **how)["_indices"], batch["_indices"])
+        assert len(buffer.dataset(n_steps=3, boundary="pad")) == len(buffer.dataset(n_steps=3)) == 19
+
+
 @pytest.fixture
 def buffer(tmp_path):
     fields = {"camera": {"left": Field("uint8", 1, final=True), "right": Field("uint8", 1, final=True)}, "a": "int"}
@@ -81,6 +111,8 @@ def test_the_name_of_a_group_stacks_all_its_fields_and_no_other(buffer):
         ({"stack": {"camera": 0}}, "stack of 'camera': got 0, expected a whole number from 1"),
         ({"stack": {"cameras": 2}}, "stack: got 'cameras', .*did you mean"),
         ({"stack": {"camera": 2}, "padding": "first"}, "padding: got 'first', expected one of 'zero', 'edge'"),
+        ({"boundary": "shift"}, "boundary: got 'shift', expected one of 'pad', 'drop'"),
+        ({"n_steps": None, "boundary": "drop"}, "go with n_steps"),
         ({"stack": {"camera": 2}, "timeline": True}, "stack and timeline exclude each other"),
         (
             {"n_steps": None, "timestep_level": True, "stack": {"camera": 2}},
