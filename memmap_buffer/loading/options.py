@@ -83,6 +83,7 @@ class BatchOptions(EpisodeOptions, total=False):
         next_fields: with `n_steps`: the fields of its successor; default: all.
         sequence_fields: with `n_steps`: the fields at each of the n timesteps; default: none.
         gamma: with `n_steps`: the discount factor of `_return` and `_discount`.
+        discount: with `gamma`: the field of a discount of every step, which multiplies what comes after; see `NStep`.
         reward: the field of rewards.
         terminated: the field that says where an episode terminated; default: the one that the buffer declared. None:
             no episode does.
@@ -127,6 +128,7 @@ class BatchOptions(EpisodeOptions, total=False):
     next_fields: Names | None
     sequence_fields: Names | None
     gamma: float | None
+    discount: str | None
     reward: str | None
     terminated: str | None
     stack: Mapping[str, int] | None
@@ -201,7 +203,17 @@ DEFAULTS: Options = {
     "on_stale": "redraw",
 }
 _OF_N_STEPS = (
-    *("gamma", "current_fields", "next_fields", "sequence_fields", "stack", "padding", "boundary", "timeline"),
+    *(
+        "gamma",
+        "discount",
+        "current_fields",
+        "next_fields",
+        "sequence_fields",
+        "stack",
+        "padding",
+        "boundary",
+        "timeline",
+    ),
     *("reward", "terminated"),
 )
 _OF_VIEWS: dict[str, str] = {  # option -> what a view object calls it

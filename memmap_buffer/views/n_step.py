@@ -41,6 +41,9 @@ class NStep(View):
         next_fields: the fields at t + k; default all.
         sequence_fields: the fields at t … t + k - 1; default none.
         gamma: γ; None leaves return and discount out.
+        discount: with `gamma`, the field of a discount d of every step, as dm_env gives it: R = Σ_{i<k} γ^i (Π_{j<i}
+            d_{t+j}) r_{t+i}, and `_discount` = γ^k Π_{j<k} d_{t+j}. One number, or of the reward's shape. Then no field
+            need say what terminated: a d of 0 does.
         reward: the field of the rewards.
         terminated: the field that is true where nothing follows; default: the one that the buffer declared. None:
             nothing terminates, so every discount is γ^k.
@@ -65,6 +68,7 @@ class NStep(View):
     padding: Padding = "zero"
     timeline: bool = False
     boundary: StepBoundary = "pad"
+    discount: str | None = None
 
     def __post_init__(self) -> None:
         self._keep_names("current_fields", "next_fields", "sequence_fields")
@@ -80,6 +84,8 @@ class NStep(View):
         check_count("n_steps", self.n)
         if self.gamma is not None:
             check_number("gamma", self.gamma)
+        elif self.discount is not None:
+            raise SchemaError("discount goes with gamma; give gamma=1.0 where the stored discounts have it already")
 
     def ends(self, schema: Schema) -> Ends:
         return Ends.of(schema, self.terminated, before=self.before, after=self.reach)
@@ -104,8 +110,7 @@ class NStep(View):
 
     def keys(self, schema: Schema) -> list[str]:
         if self.gamma is not None:
-            schema.require([self.reward], "reward", schema.fields)
-            require_terminated(schema, self.terminated)
+            require_returns(schema, self.reward, self.terminated, self.discount)
         if self.terminated:
             schema.require([self.terminated], "terminated", schema.fields)
         schema.require(dict(self.stack), "stack", schema.fields)
@@ -157,10 +162,12 @@ class NStep(View):
             rewards = builder.look_at(self.reward, builder.t)[:, None]
         else:
             rewards = builder.look(self.reward, range(self.n), limit=successor)
+        discounts = look_discounts(builder, self.discount, range(self.n), successor, rewards)
         if TRUE in over.tobytes():
             last = over.nonzero()[0]
             over[last] = builder.terminated.take(last) | ~builder.has_final.take(last)
-        builder.batch["_return"], builder.batch["_discount"] = n_step_return(rewards, k, over, self.gamma or 0.0)
+        returns = n_step_return(rewards, k, over, self.gamma or 0.0, discounts)
+        builder.batch["_return"], builder.batch["_discount"] = returns
 
     def _put_stacked(self, builder: BatchBuilder, names: tuple[str, ...], t: IntArray, prefix: str = "") -> None:
         """Put fields at t (B,), with the timesteps before it where they are stacked."""
@@ -171,6 +178,32 @@ class NStep(View):
             before = range(1 - stacks[name], 1)
             offsets = before if t is builder.t else (t - builder.t)[:, None] + np.array(before)
             builder.put([name], offsets, prefix=prefix, padding=self.padding)
+
+
+def require_returns(schema: Schema, reward: str, terminated: str | None, discount: str | None) -> None:
+    """Raise SchemaError where the fields that returns are computed from are not there, or not of a shape for it."""
+    schema.require([reward], "reward", schema.fields)
+    if discount is None:
+        require_terminated(schema, terminated)
+    elif discount not in schema.fields:
+        raise schema.unknown(discount, "discount", schema.fields)
+    else:
+        field, shape = schema.fields[discount], schema.fields[reward].shape
+        if field.storage.kind not in "biuf" or field.shape not in ((), (1,), shape):
+            raise SchemaError(
+                f"discount: field {discount!r} is {field.dtype} of shape {field.shape}, expected one number, or those "
+                f"of {reward!r}, {shape}"
+            )
+
+
+def look_discounts(
+    builder: BatchBuilder, name: str | None, offsets: range, limit: IntArray, rewards: Array
+) -> Array | None:
+    """The discounts of steps (B, K, …), with as many axes as the rewards; None where there is no such field."""
+    if name is None:
+        return None
+    values = builder.look(name, offsets, limit=limit)
+    return values if values.shape == rewards.shape else values.reshape(*values.shape[:2], *[1] * (rewards.ndim - 2))
 
 
 def require_terminated(schema: Schema, terminated: str | None) -> None:
@@ -192,7 +225,9 @@ def require_terminated(schema: Schema, terminated: str | None) -> None:
         )
 
 
-def step_returns(builder: BatchBuilder, steps: range, n: int, gamma: float, reward: str) -> dict[str, Array]:
+def step_returns(
+    builder: BatchBuilder, steps: range, n: int, gamma: float, reward: str, discount: str | None
+) -> dict[str, Array]:
     """The returns of n steps from each of `t + steps` on: `n_step_lens`, `_return` and `_discount`, all (B, K, …).
 
     As `NStep` gives them for a step by itself; 0 where a step has no successor, or does not exist.
@@ -200,18 +235,25 @@ def step_returns(builder: BatchBuilder, steps: range, n: int, gamma: float, rewa
     t = builder.t[:, None] + np.arange(steps.start, steps.stop)
     rest = builder.length[:, None] - t - ~builder.goes_on[:, None]
     k = np.where(t < 0, 0, np.clip(rest, 0, n))
-    every = builder.look(reward, range(steps.start, steps.stop + n - 1), limit=builder.length)
-    rewards = np.moveaxis(np.lib.stride_tricks.sliding_window_view(every, n, axis=1), -1, 2)
+    reached = range(steps.start, steps.stop + n - 1)
+    rewards = builder.look(reward, reached, limit=builder.length)
+    discounts = look_discounts(builder, discount, reached, builder.length, rewards)
     last = t + k == builder.length[:, None]
     ended = (builder.terminated | ~builder.has_final)[:, None] & last | (k == 0)
-    flat = rewards.reshape(-1, *rewards.shape[2:])
-    returns, discount = n_step_return(flat, k.ravel(), ended.ravel(), gamma)
+    flat = None if discounts is None else _each_n(discounts, n)
+    returns, following = n_step_return(_each_n(rewards, n), k.ravel(), ended.ravel(), gamma, flat)
     returns[k.ravel() == 0] = 0
     return {
         "n_step_lens": k,
         "_return": returns.reshape(*k.shape, *returns.shape[1:]),
-        "_discount": discount.reshape(*k.shape, *discount.shape[1:]),
+        "_discount": following.reshape(*k.shape, *following.shape[1:]),
     }
+
+
+def _each_n(values: Array, n: int) -> Array:
+    """The n values from each step on, (B K, n, …), of (B, K + n - 1, …)."""
+    windows = np.moveaxis(np.lib.stride_tricks.sliding_window_view(values, n, axis=1), -1, 2)
+    return windows.reshape(-1, *windows.shape[2:])
 
 
 @lru_cache(maxsize=64)

@@ -16,28 +16,35 @@ FloatArray = npt.NDArray[np.floating]
 
 
 def n_step_return(
-    rewards: Array, k: npt.NDArray[np.int64], terminated: npt.NDArray[np.bool_], gamma: float
+    rewards: Array,
+    k: npt.NDArray[np.int64],
+    terminated: npt.NDArray[np.bool_],
+    gamma: float,
+    discounts: Array | None = None,
 ) -> tuple[FloatArray, FloatArray]:
     """The n-step return and the discount of the value that follows it.
 
     R = r_t + γ r_{t+1} + … + γ^{k-1} r_{t+k-1}; target = R + discount · V(s_{t+k}), discount = γ^k, 0 if terminated.
+    With a discount d of every step, R = Σ_{i<k} γ^i (Π_{j<i} d_{t+j}) r_{t+i}, and discount = γ^k Π_{j<k} d_{t+j}.
 
     Args:
         rewards: (B, n, …) r_t … r_{t+n-1}; values beyond k do not count.
         k: (B,) how many rewards there are, 1 … n.
         terminated: (B,) whether step t + k - 1 ended the episode, so that nothing follows.
         gamma: γ, 0 … 1.
+        discounts: (B, n, …) d_t … d_{t+n-1}, with as many axes as the rewards, each as long or of length 1.
 
     Returns:
-        (return (B, …), discount (B,), with an axis of size 1 for each more that the return has, so that they
-        broadcast), float64 where the rewards are, else float32, as torch's own numbers; whole numbers are summed in
-        float64 and rounded once.
+        (return (B, …), discount (B,), with an axis of size 1 for each more that the return has, so that they broadcast,
+        or as long as those of the discounts), float64 where the rewards are, else float32, as torch's own numbers;
+        whole numbers are summed in float64 and rounded once.
 
-    Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 7.1.
+    Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 7.1. With discounts: White 2017, "Unifying Task
+        Specification in Reinforcement Learning"; as summed by Yarats et al. 2021, DrQ-v2, `replay_buffer.py`.
     """
     dtype: np.dtype[np.floating] = np.dtype(np.float64 if rewards.dtype == np.float64 else np.float32)
     n = rewards.shape[1]
-    if n == 1:
+    if n == 1 and discounts is None:
         returns = rewards[:, 0].astype(dtype)
         discount = np.empty(len(k), dtype)
         discount.fill(gamma)
@@ -46,8 +53,14 @@ def n_step_return(
         return returns, discount if rewards.ndim == 2 else discount.reshape(len(k), *[1] * (rewards.ndim - 2))
     powers = np.power(float(gamma), np.arange(n + 1))
     # A reward beyond k may be inf or nan, which a weight of 0 does not make 0.
-    counted = np.where(_like(np.arange(n) < k[:, None], rewards), rewards, 0)
+    counts = np.arange(n) < k[:, None]
+    counted = np.where(_like(counts, rewards), rewards, 0)
     counted = counted.astype(dtype if rewards.dtype.kind == "f" else np.float64, copy=False)
+    if discounts is not None:
+        factors = np.where(_like(counts, discounts), float(gamma) * discounts.astype(np.float64), 1.0)
+        products = np.concatenate([np.ones_like(factors[:, :1]), np.cumprod(factors, axis=1)], axis=1)
+        discount = np.where(_like(terminated, products[:, n]), 0.0, products[:, n])
+        return np.asarray((counted * products[:, :n]).sum(axis=1), dtype), discount.astype(dtype)
     weights = powers[:n].astype(counted.dtype)
     returns = np.tensordot(counted, weights, axes=(1, 0)) if counted.ndim > 2 else counted @ weights
     discount = np.where(terminated, 0.0, powers.take(k)).astype(dtype)

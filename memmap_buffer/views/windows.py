@@ -15,7 +15,7 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import DECLARED, Schema
 from memmap_buffer.views.anchors import BoolArray, Runs
 from memmap_buffer.views.batch_builder import BatchBuilder, Ends
-from memmap_buffer.views.n_step import require_terminated, step_returns
+from memmap_buffer.views.n_step import require_returns, step_returns
 from memmap_buffer.views.view import FloatArray, Names, View, named
 
 REPEAT, CONTINUE = "repeat", "continue"
@@ -159,6 +159,7 @@ class Window(View):
         gamma: γ.
         reward: the field of the rewards.
         terminated: the field that is true where nothing follows; default: the one that the buffer declared.
+        discount: the field of a discount of every step, as for `NStep`.
         start_fields: fields that are given at the first existing step of a window alone, (B, *field): the recurrent
             state that was stored there.
         return_steps: a batch has `_steps` (B, L, 2), the serial and the timestep of every entry, as `write` takes them;
@@ -189,6 +190,7 @@ class Window(View):
     terminated: str | None = DECLARED
     start_fields: Names = ()
     return_steps: bool = False
+    discount: str | None = None
 
     def __post_init__(self) -> None:
         self._keep_names("fields", "start_fields")
@@ -219,6 +221,7 @@ class Window(View):
                 not self.allow_short and self.boundary not in ("shift", REPEAT),
             ),
             (f"stream goes with boundary='continue', got {boundary}", self.stream and self.boundary != CONTINUE),
+            ("discount goes with n_steps and gamma; give these", self.discount and not self.n_steps),
             ("gamma goes with n_steps; give both", (self.gamma is None) != (self.n_steps is None)),
             ("n_steps ends with its episode, and boundary='continue' does not", self.n_steps and self.continues),
         )
@@ -230,8 +233,7 @@ class Window(View):
         if self.stream is not None and self.stream not in schema.meta_fields:
             raise schema.unknown(self.stream, "stream", schema.meta_fields)
         if self.n_steps:
-            schema.require([self.reward], "reward", schema.fields)
-            require_terminated(schema, self.terminated)
+            require_returns(schema, self.reward, self.terminated, self.discount)
         names, at_start = self._names(schema)
         return [
             *names,
@@ -316,7 +318,7 @@ class Window(View):
         entry, unpadded = np.arange(self.length), (builder.t == 0) & (np.asarray(builder.begin) > 0)
         learned = exists & (entry >= self.burn_in - self.pad_before * unpadded[:, None])
         if self.n_steps:
-            returns = step_returns(builder, steps, self.n_steps, self.gamma or 0.0, self.reward)
+            returns = step_returns(builder, steps, self.n_steps, self.gamma or 0.0, self.reward, self.discount)
             builder.batch |= returns
             for name in finals:
                 builder.batch[f"_mask_{name}"] = builder.exists(steps, builder.limit(True))

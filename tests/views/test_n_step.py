@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import assert_view, choices, few, recorded, recordings
 
-from memmap_buffer import Field, NStep, ReplayBuffer, SchemaError
+from memmap_buffer import Field, NStep, ReplayBuffer, SchemaError, Window
 
 NAMES = ("observation.pixels", "action", "half")
 
@@ -108,6 +108,9 @@ def test_the_name_of_a_group_stacks_all_its_fields_and_no_other(buffer):
 @pytest.mark.parametrize(
     ("how", "match"),
     [
+        ({"discount": "a"}, "discount goes with gamma; give gamma=1.0"),
+        ({"discount": "d", "gamma": 1.0, "reward": "a"}, "discount: got 'd', which was not declared here"),
+        ({"n_steps": None, "timestep_level": True, "discount": "a"}, "go with n_steps"),
         ({"stack": {"camera": 0}}, "stack of 'camera': got 0, expected a whole number from 1"),
         ({"stack": {"cameras": 2}}, "stack: got 'cameras', .*did you mean"),
         ({"stack": {"camera": 2}, "padding": "first"}, "padding: got 'first', expected one of 'zero', 'edge'"),
@@ -150,3 +153,62 @@ def test_an_end_for_each_agent_is_not_taken_for_the_end_of_the_episode(tmp_path,
         batch = buffer.batch(n_steps=2, gamma=0.5, terminated="over")
     assert batch["_return"].tolist() == [[1.5, 1.5]] * 3 + [[1, 1]]
     assert batch["_discount"].tolist() == [[0.25], [0.25], [0], [0]]
+
+
+PARTS = [((), ()), ((), (1,)), ((1,), ()), ((2,), ()), ((2,), (1,)), ((2,), (2,))]
+
+
+@pytest.mark.parametrize(("reward", "discount"), PARTS, ids=str)
+@pytest.mark.parametrize("n", [1, 3])
+def test_returns_by_a_stored_discount_are_those_of_a_loop_in_transitions_and_windows(tmp_path, reward, discount, n):
+    """Two episodes as of dm_env: one ends by a discount of 0, the other by a limit; no field tells what terminated."""
+    fields = {"observation": Field("int", final=True), "reward": ("float", reward), "d": ("float", discount)}
+    rng, gamma = np.random.default_rng(0), 0.5
+    with ReplayBuffer(tmp_path, 2, 9, fields) as buffer:
+        for last in (0.0, 1.0):
+            d = rng.choice([0.5, 1.0], (5, *discount))
+            d[-1] = last
+            buffer.store_episode(observation=np.arange(6), reward=rng.integers(1, 9, (5, *reward)), d=d)
+        how = {"gamma": gamma, "discount": "d"}
+        batch = buffer.batch(n_steps=n, return_indices=True, format="numpy", **how)
+        window = buffer.batch(view=Window(5, boundary="drop", n_steps=n, **how), format="numpy")
+        assert len(batch["d"]) == 10 and len(window["d"]) == 2
+        for row, (serial, t) in enumerate(batch["_indices"].tolist()):
+            episode, returns, following = buffer.episode(serial), 0, 1
+            for i in range(batch["n_step_lens"][row]):
+                step = episode["d"][t + i].reshape((1,) * len(reward) if np.size(episode["d"][0]) == 1 else reward)
+                returns = returns + following * episode["reward"][t + i]
+                following = following * gamma * step
+            assert np.array_equal(batch["_return"][row], returns) and np.array_equal(batch["_discount"][row], following)
+            assert np.array_equal(window["_return"][serial, t], batch["_return"][row])
+            assert np.array_equal(window["_discount"][serial, t], batch["_discount"][row])
+    assert (batch["_discount"][:5] == 0).any() and (batch["_discount"][5:] > 0).all()
+    assert (batch["_return"] * batch["_discount"]).shape == batch["_return"].shape
+
+
+def test_a_discount_that_is_0_where_an_episode_terminated_does_what_that_field_does(tmp_path):
+    fields = {"observation": Field("int", final=True), "reward": "float", "d": "float", "terminated": "bool"}
+    with ReplayBuffer(tmp_path, 4, 9, fields) as buffer:
+        for length, terminates in ((5, True), (4, False), (1, True), (3, True)):
+            terminated = (np.arange(length) == length - 1) & terminates
+            steps = {"observation": np.arange(length + 1), "reward": np.arange(length), "d": ~terminated}
+            buffer.store_episode(**steps, terminated=terminated)
+        for n in (1, 2, 4):
+            one = buffer.batch(n_steps=n, gamma=0.9, format="numpy")
+            for terminated in (None, "terminated"):
+                two = buffer.batch(n_steps=n, gamma=0.9, discount="d", terminated=terminated, format="numpy")
+                np.testing.assert_allclose(two["_return"], one["_return"], rtol=1e-6)
+                np.testing.assert_allclose(two["_discount"], one["_discount"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("field", ["U3", ("float", 3), ("int", (None,))])
+def test_a_discount_of_another_shape_or_of_text_is_refused(tmp_path, field):
+    with ReplayBuffer(tmp_path, 2, 9, {"reward": ("float", 2), "d": field, "terminated": "bool"}) as buffer:
+        with pytest.raises(SchemaError, match="discount goes with n_steps and gamma"):
+            Window(2, discount="d")
+        for how in ({"n_steps": 2}, {"view": Window(2, n_steps=2, gamma=0.5, discount="d")}):
+            more = {} if "view" in how else {"gamma": 0.5, "discount": "d"}
+            with pytest.raises(
+                SchemaError, match=r"discount: field 'd' is .*expected one number, or those of 'reward'"
+            ):
+                buffer.batch_spec(**how, **more)

@@ -39,6 +39,26 @@ def test_the_return_is_the_sum_of_its_definition(drawn, gamma):
     assert discount.shape == (len(k), *[1] * (rewards.ndim - 2))
 
 
+@examples(60)
+@given(rewards_and_steps(), st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.booleans())
+def test_a_discount_of_every_step_multiplies_what_comes_after_it(drawn, gamma, of_parts):
+    """As the loop of DrQ-v2's replay_buffer.py; what stands beyond k does not count."""
+    rewards, k, terminated = drawn
+    shape = rewards.shape if of_parts else (*rewards.shape[:2], *[1] * (rewards.ndim - 2))
+    discounts = np.random.default_rng(int(k.sum())).choice([0.0, 0.5, 1.0], shape).astype(np.float32)
+    discounts[np.arange(shape[1]) >= k[:, None]] = np.nan
+    returns, following = n_step_return(rewards, k, terminated, gamma, discounts)
+    for b in range(len(k)):
+        reward, discount = np.zeros(rewards.shape[2:]), np.ones(shape[2:])
+        for i in range(k[b]):
+            reward = reward + discount * rewards[b, i].astype(np.float64)
+            discount = discount * discounts[b, i] * gamma
+        np.testing.assert_allclose(returns[b], reward, rtol=1e-6)
+        np.testing.assert_allclose(following[b], 0 * discount if terminated[b] else discount, rtol=1e-6)
+    assert returns.shape == rewards.shape[:1] + rewards.shape[2:] and following.shape == shape[:1] + shape[2:]
+    assert returns.dtype == following.dtype == (np.float64 if rewards.dtype == np.float64 else np.float32)
+
+
 @pytest.mark.parametrize("beyond", [np.nan, np.inf, -np.inf, 1e30])
 def test_what_stands_beyond_k_does_not_count(beyond):
     rewards = np.array([[1, 2, beyond], [1, beyond, beyond]], np.float32)
