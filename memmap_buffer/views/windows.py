@@ -160,6 +160,8 @@ class Window(View):
         reward: the field of the rewards.
         terminated: the field that is true where nothing follows; default: the one that the buffer declared.
         discount: the field of a discount of every step, as for `NStep`.
+        final_observation: fields with `final` have one entry more, (B, L + 1, *field): the observation after the last
+            step. `_mask_<field>` (B, L + 1) tells which exist.
         start_fields: fields that are given at the first existing step of a window alone, (B, *field): the recurrent
             state that was stored there.
         return_steps: a batch has `_steps` (B, L, 2), the serial and the timestep of every entry, as `write` takes them;
@@ -191,6 +193,7 @@ class Window(View):
     start_fields: Names = ()
     return_steps: bool = False
     discount: str | None = None
+    final_observation: bool = False
 
     def __post_init__(self) -> None:
         self._keep_names("fields", "start_fields")
@@ -221,6 +224,10 @@ class Window(View):
                 not self.allow_short and self.boundary not in ("shift", REPEAT),
             ),
             (f"stream goes with boundary='continue', got {boundary}", self.stream and self.boundary != CONTINUE),
+            (
+                "final_observation is of one episode, and boundary='continue' goes on in others; leave one out",
+                self.final_observation and self.continues,
+            ),
             ("discount goes with n_steps and gamma; give these", self.discount and not self.n_steps),
             ("gamma goes with n_steps; give both", (self.gamma is None) != (self.n_steps is None)),
             ("n_steps ends with its episode, and boundary='continue' does not", self.n_steps and self.continues),
@@ -242,7 +249,7 @@ class Window(View):
             *["_is_first", "_is_last"] * bool(self.continues),
             *["_steps"] * self.return_steps,
             *["n_step_lens", "_return", "_discount"] * bool(self.n_steps),
-            *[f"_mask_{name}" for name in names if self.n_steps and schema.fields[name].final],
+            *[f"_mask_{name}" for name in names if self._shows_final(schema, name)],
             *["_loss_mask"] * bool(self.burn_in or self.n_steps),
         ]
 
@@ -253,7 +260,12 @@ class Window(View):
 
     def sequences(self, schema: Schema) -> dict[str, str]:
         padded_behind = not (self.pad_before or self.pad_in_front or self.continues or self.n_steps)
-        return dict.fromkeys(self._names(schema)[0], "_lens") if padded_behind else {}
+        names = self._names(schema)[0] if padded_behind else []
+        return {name: "_lens" for name in names if not self._shows_final(schema, name)}
+
+    def _shows_final(self, schema: Schema, name: str) -> bool:
+        """Whether a field is given with the final observation of its episode."""
+        return bool(self.n_steps or self.final_observation) and schema.fields[name].final
 
     @property
     def reach(self) -> int:
@@ -282,7 +294,7 @@ class Window(View):
     def plan(self, schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
         """The fields of every entry without and with their final observation, and those of the first one alone."""
         names, at_start = self._names(schema)
-        finals = tuple(name for name in names if self.n_steps and schema.fields[name].final)
+        finals = tuple(name for name in names if self._shows_final(schema, name))
         return tuple(name for name in names if name not in finals), finals, at_start
 
     def cut(self, builder: BatchBuilder) -> None:
@@ -294,8 +306,9 @@ class Window(View):
         goes_on = self.boundary == CONTINUE
         stop = builder.run_on(self.length) if goes_on else builder.length
         builder.put(names, steps, limit=builder.length, padding=self.padding)
+        observed = range(self.length + self.final_observation)
         if finals:
-            builder.put(finals, steps, padding=self.padding)
+            builder.put(finals, observed, padding=self.padding)
         if at_start:
             builder.put_at(at_start, np.maximum(t, 0))
         rest = stop - t
@@ -310,20 +323,17 @@ class Window(View):
             builder.put_ends("_is_first", "_is_last", steps)
         if self.return_steps:
             builder.put_steps("_steps", steps)
-        if self.burn_in or self.n_steps:
-            self._put_learned(builder, steps, mask, finals)
-
-    def _put_learned(self, builder: BatchBuilder, steps: range, exists: BoolArray, finals: tuple[str, ...]) -> None:
-        """Put the returns of every entry, where fields with `final` exist, and which entries are learned from."""
-        entry, unpadded = np.arange(self.length), (builder.t == 0) & (np.asarray(builder.begin) > 0)
-        learned = exists & (entry >= self.burn_in - self.pad_before * unpadded[:, None])
+        learned = mask
         if self.n_steps:
             returns = step_returns(builder, steps, self.n_steps, self.gamma or 0.0, self.reward, self.discount)
             builder.batch |= returns
-            for name in finals:
-                builder.batch[f"_mask_{name}"] = builder.exists(steps, builder.limit(True))
-            learned &= (returns["n_step_lens"] > 0) & (entry < self.length - self.n_steps)
-        builder.batch["_loss_mask"] = learned
+            learned = mask & (returns["n_step_lens"] > 0) & (np.arange(self.length) < self.length - self.n_steps)
+        for name in finals:
+            builder.batch[f"_mask_{name}"] = builder.exists(observed, builder.limit(True))
+        if self.burn_in or self.n_steps:
+            unpadded = (t == 0) & (np.asarray(builder.begin) > 0)
+            warm = self.burn_in - self.pad_before * unpadded[:, None]
+            builder.batch["_loss_mask"] = learned & (np.arange(self.length) >= warm)
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,34 @@ class TestAgainstTheSlowDefinition:
             assert_view(buffer, reference.items(cut, **choice), view=view, **choice)
 
     @few
+    @given(
+        recordings(),
+        choices(by_step=True),
+        st.integers(1, 6),
+        st.sampled_from(["pad", "shift", "drop"]),
+        st.sampled_from(["zero", "edge", "default"]),
+        st.integers(0, 3),
+    )
+    def test_windows_show_the_observation_after_their_last_step(
+        self, recording, choice, length, boundary, padding, before
+    ):
+        how = {"boundary": boundary, "padding": padding}
+        how |= {"pad_before": min(before, length - 1)} if boundary == "pad" else {}
+        with recorded(recording) as (buffer, reference):
+
+            def cut(episode):
+                items = reference.windows(episode, length, ALL, **how)
+                for start, item in items.items():
+                    for name in buffer.schema.final_names:
+                        steps = range(start, start + length + 1)
+                        rows, mask = reference.around(episode, name, steps, padding, final=True)
+                        item |= {name: rows, f"_mask_{name}": mask}
+                return items
+
+            view = Window(length, fields=ALL, final_observation=True, **how)
+            assert_view(buffer, reference.items(cut, **choice), view=view, **choice)
+
+    @few
     @given(recordings(how=KEPT), choices(by_step=True), st.integers(1, 10), st.sampled_from([None, "task_id", "label"]))
     def test_continued_windows_go_on_in_the_next_episode_of_their_stream(self, recording, choice, length, stream):
         with recorded(recording) as (buffer, reference):
@@ -308,6 +336,34 @@ class TestWindowsAndOffsets:
         assert batch["_mask"].tolist() == [[True, True, False, False]]
         with pytest.raises(RuntimeError, match="none of 1 episodes has an item"):
             buffer.dataset(view=Window(4, boundary="drop"))
+
+    def test_the_observation_after_the_last_step_comes_with_padding_in_front_returns_and_without_padding(
+        self, tmp_path
+    ):
+        fields = {"observation": Field("int", final=True), "reward": "float", "terminated": "bool"}
+        buffer = buffer_of(tmp_path, ended(["terminated"], 3, observation=[10, 11, 12, 13]), fields=fields)
+        how = {"final_observation": True}
+        batch = buffer.batch(view=Window(2, pad_in_front=True, **how))
+        assert batch["observation"].tolist() == [[10, 11, 12], [11, 12, 13], [0, 12, 13]]
+        assert batch["_mask_observation"].tolist() == [[True] * 3, [True] * 3, [False, True, True]]
+        assert batch["reward"].shape == (3, 2)
+        batch = buffer.batch(view=Window(2, n_steps=1, gamma=0.5, **how))
+        assert batch["observation"].tolist() == [[10, 11, 12], [11, 12, 13], [12, 13, 0]]
+        assert batch["_mask_observation"][2].tolist() == [True, True, False] and batch["_return"].shape == (3, 2)
+        batch = buffer.batch(view=Window(2, **how), ragged=True)
+        assert batch["observation"].shape == (3, 3) and [len(part) for part in batch["reward"].unbind()] == [2, 2, 1]
+        assert buffer.batch_spec(5, view=Window(2, **how))["observation"].shape == (5, 3)
+        with pytest.raises(SchemaError, match="final_observation is of one episode"):
+            Window(2, boundary="continue", **how)
+
+    def test_behind_an_end_in_the_middle_of_an_episode_there_is_no_observation_to_show(self, tmp_path):
+        fields = {"observation": Field("int", final=True), "reward": "float", "terminated": "bool"}
+        episode = {"observation": np.arange(5), "reward": np.ones(4), "terminated": [False, True, False, True]}
+        batch = buffer_of(tmp_path, episode, fields=fields).batch(
+            view=Window(2, boundary="drop", final_observation=True)
+        )
+        assert batch["observation"].tolist() == [[0, 1, 0], [2, 3, 4]]
+        assert batch["_mask_observation"].tolist() == [[True, True, False], [True] * 3]
 
     def test_a_frame_stack_and_an_action_chunk_are_cut_around_one_step(self, tmp_path):
         fields = {"camera": {"left": ("float", (), 9.0)}, "action": "int"}
