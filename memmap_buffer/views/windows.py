@@ -398,6 +398,7 @@ class Offsets(View):
         padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
         stride: steps between anchors.
         drop_last: so many of an episode's last timesteps give no item, however it is padded.
+        pad_after: an item may reach this many steps behind the episode; default: as far as its offsets do.
         fields: the same as `offsets`, by keyword.
 
     Raises:
@@ -413,6 +414,7 @@ class Offsets(View):
         padding: Padding = "zero",
         stride: int = 1,
         drop_last: int = 0,
+        pad_after: int | None = None,
         **fields: Iterable[int],
     ) -> None:
         by_field = {**(offsets or {}), **fields}
@@ -428,7 +430,11 @@ class Offsets(View):
         check_choice("padding", padding, Padding)
         check_count("stride", stride)
         check_count("drop_last", drop_last, 0)
+        check_count("pad_after", pad_after or 0, 0)
+        if pad_after is not None and boundary != "pad":
+            raise SchemaError(f"pad_after pads, and boundary={boundary!r} does not; leave one out")
         self.boundary, self.padding, self.stride, self.drop_last = boundary, padding, stride, drop_last
+        self.pad_after = pad_after
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Offsets) and self._value == other._value
@@ -442,7 +448,8 @@ class Offsets(View):
 
     @property
     def _value(self) -> tuple[object, ...]:
-        return tuple(self.offsets.items()), self.boundary, self.padding, self.stride, self.drop_last
+        how = self.boundary, self.padding, self.stride, self.drop_last, self.pad_after
+        return tuple(self.offsets.items()), *how
 
     def keys(self, schema: Schema) -> list[str]:
         names = [name for group in self.offsets for name in schema.require([group], "offsets", schema.fields)]
@@ -463,7 +470,9 @@ class Offsets(View):
             for name in schema.require([group], "offsets", schema.fields):
                 exist = episodes.count + has_final if schema.fields[name].final else episodes.count
                 stop = np.minimum(stop, exist - max(0, *values))
-        return _inside(episodes, 0, low, stop, self.boundary, self.stride, episodes.count - self.drop_last)
+        beyond = 0 if self.pad_after is None else self.reach - 1 - self.pad_after
+        end = episodes.count - max(self.drop_last, beyond)
+        return _inside(episodes, 0, low, stop, self.boundary, self.stride, end)
 
     def cut(self, builder: BatchBuilder) -> None:
         for group, values in self.offsets.items():

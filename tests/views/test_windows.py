@@ -375,6 +375,27 @@ class TestWindowsAndOffsets:
         assert batch["_mask_action"].tolist() == [[True, True], [True, True], [True, False]]
         assert batch["_mask_camera"]["left"].tolist() == [[False, False, True], [False, True, True], [True] * 3]
 
+    def test_items_reach_as_far_behind_the_episode_as_they_may(self, tmp_path):
+        """As the sequences of Diffusion Policy: a horizon of 6, two observations, three actions that are executed."""
+        buffer = buffer_of(tmp_path, ended([], 9), ended([], 2), ended([], 4), capacity=20)
+        items = buffer.batch(view=Offsets(reward=range(-1, 5), pad_after=2, padding="edge"), return_indices=True)
+        windows = buffer.batch(view=Window(6, pad_before=1, pad_after=2, padding="edge"))
+        assert items["reward"].tolist() == windows["reward"].tolist()
+        assert items["_indices"].tolist() == [*[[0, t] for t in range(7)], [2, 0], [2, 1]]
+        for pad_after, steps in ((0, 5), (4, 9), (9, 9)):
+            view = Offsets(reward=range(-1, 5), pad_after=pad_after)
+            indices = buffer.batch(view=view, return_indices=True)["_indices"]
+            assert (indices[:, 0] == 0).sum() == steps
+        assert Offsets(reward=[1], pad_after=0) != Offsets(reward=[1]) == Offsets(reward=[1])
+        view = Offsets(reward=range(5), pad_after=2, drop_last=3)
+        assert (buffer.batch(view=view, return_indices=True)["_indices"][:, 0] == 0).sum() == 6
+        for wrong, error in (
+            ({"boundary": "drop", "pad_after": 1}, "pad_after pads, and"),
+            ({"pad_after": -1}, "got -1"),
+        ):
+            with pytest.raises(SchemaError, match=error):
+                Offsets(reward=[0, 1], **wrong)
+
     def test_the_anchor_of_an_episode_too_short_for_its_offsets_lies_within_it(self, tmp_path):
         """So that `_indices` names a step, and a filter looks at one."""
         buffer = buffer_of(tmp_path, ended([], 8), ended([], 2), capacity=20)
