@@ -11,6 +11,7 @@ import numpy as np
 from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.records import OPEN
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.filters import VALID
 from memmap_buffer.loading.options import selection_of_episodes
@@ -185,7 +186,8 @@ class Editing:
         Args:
             indices: positions: an int, list, array or slice.
             options: those of `EpisodeOptions`, instead of positions: which episodes, such as filter_meta={"success":
-                False}; also those of which a `capacity` has forgotten the first steps.
+                False}; also those of which a `capacity` has forgotten the first steps, but none that is still open, as
+                its meta fields may be set later.
 
         Raises:
             EpisodeIndexError: there is no such episode; an IndexError.
@@ -323,7 +325,9 @@ class Editing:
                 "episode passes; `clear` removes all"
             )
         self._writer.begin()
-        return selection.slots([(0, self._storage, self._storage.refresh())])[0]
+        table = self._storage.refresh()
+        (slots,) = selection.slots([(0, self._storage, table)])
+        return np.asarray(slots[table.flags[slots] & OPEN == 0])
 
     def _change_schema(self, what: str, change: Callable[[WriteHandles], None]) -> None:
         """Change the schema; whatever interrupts it, what goes on is the one that stands."""

@@ -43,7 +43,7 @@ class NStep(View):
         gamma: γ; None leaves return and discount out.
         discount: with `gamma`, the field of a discount d of every step, as dm_env gives it: R = Σ_{i<k} γ^i (Π_{j<i}
             d_{t+j}) r_{t+i}, and `_discount` = γ^k Π_{j<k} d_{t+j}. One number, or of the reward's shape. Then no field
-            need say what terminated: a d of 0 does.
+            need say what terminated, as a d of 0 does; the last step is served where there is a final observation.
         reward: the field of the rewards.
         terminated: the field that is true where nothing follows; default: the one that the buffer declared. None:
             nothing terminates, so every discount is γ^k.

@@ -356,6 +356,21 @@ def test_conditions_also_delete_what_a_ring_has_left_of_an_episode(tmp_path):
     assert not verify(tmp_path)
 
 
+def test_conditions_delete_no_episode_that_is_still_open(tmp_path):
+    with make(tmp_path, 5, publish="step", spare_slots=2) as buffer:
+        buffer.store_episode(**whole(0))
+        with buffer.one_episode() as episode:
+            store(episode, 7)
+            buffer.delete(filter_meta={"task": 0})  # which is what the open one has until it is set
+            assert ys(buffer) == [[7]]
+            store(episode, 8)
+            episode["task"] = 3
+        assert ys(buffer) == [[7, 8]]
+        buffer.delete(filter_meta={"task": 3})
+        assert ys(buffer) == []
+    assert not verify(tmp_path)
+
+
 @pytest.mark.parametrize("at", range(1, 8))
 def test_readers_are_told_of_what_was_deleted_before_an_error(tmp_path, at):
     buffer = make(tmp_path, 5)
