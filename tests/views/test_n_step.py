@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from strategies import assert_view, choices, few, recorded, recordings
 
 from memmap_buffer import Field, NStep, ReplayBuffer, SchemaError, Window
+from memmap_buffer.views.anchors import Runs
 
 NAMES = ("observation.pixels", "action", "half")
 
@@ -86,7 +87,15 @@ def test_of_an_episode_that_a_time_limit_cut_short_items_reach_as_far_as_a_succe
         assert batch["n_step_lens"].tolist() == [3] * 11
         assert batch["next_observation"].tolist() == [3, 4, 5, 0, 3, 4, 5, 3, 4, 5, 6]
         assert np.array_equal(buffer.batch(view=NStep(3, boundary="drop"), **how)["_indices"], batch["_indices"])
+        assert len(buffer.dataset(n_steps=5, boundary="drop", filter_fields={"observation": (0, 9)})) == 2 + 1 + 2
         assert len(buffer.dataset(n_steps=3, boundary="pad")) == len(buffer.dataset(n_steps=3)) == 19
+
+
+def test_an_episode_shorter_than_the_span_has_no_anchor_and_never_fewer():
+    zeros, no = np.zeros(4, np.int64), np.zeros(4, np.bool_)
+    runs = Runs(zeros, zeros, zeros, np.array([1, 2, 3, 5]))
+    counts = [NStep(3, boundary="drop").anchors(None, runs, has_final, no).count.tolist() for has_final in (no, ~no)]
+    assert counts == [[0, 0, 0, 2], [0, 0, 1, 3]]
 
 
 @pytest.fixture

@@ -52,10 +52,8 @@ def test_the_serial_of_an_episode_that_fails_its_checksums_is_not_given_again(tm
     assert ReplayBuffer.from_folder(folder, verify="always").serials.tolist() == [0, 1, 3]
 
 
-@pytest.mark.parametrize("change", ["update", "delete", "store_datapoint"])
-def test_a_position_is_that_before_the_first_write_finds_damage(tmp_path, change):
-    """The newest episode fails its checksums, so that a retired one comes back in front of the others."""
-    folder = tmp_path / "buffer"
+def with_damage_and_a_retired_one(folder: Path) -> None:
+    """Serials 1 and 2 are shown; the second fails its checksums, so that serial 0 comes back in front."""
 
     def write(_: Any) -> None:
         buffer = make(folder, publish="step", max_episodes=2, spare_slots=1, circular=True)
@@ -66,6 +64,22 @@ def test_a_position_is_that_before_the_first_write_finds_damage(tmp_path, change
     assert in_child(write).status == 0
     damage_newest(folder)
     rewrite_state(folder, boot=(1, 2))
+
+
+def test_conditions_of_delete_are_asked_of_the_episodes_that_the_first_write_finds(tmp_path):
+    folder = tmp_path / "buffer"
+    with_damage_and_a_retired_one(folder)
+    with ReplayBuffer.from_folder(folder) as buffer:
+        assert buffer.serials.tolist() == [1, 2]
+        buffer.delete(filter_meta={"episode_lens": (1, None)})
+        assert not len(buffer)
+
+
+@pytest.mark.parametrize("change", ["update", "delete", "store_datapoint"])
+def test_a_position_is_that_before_the_first_write_finds_damage(tmp_path, change):
+    """The newest episode fails its checksums, so that a retired one comes back in front of the others."""
+    folder = tmp_path / "buffer"
+    with_damage_and_a_retired_one(folder)
     with ReplayBuffer.from_folder(folder) as buffer:
         assert buffer.serials.tolist() == [1, 2]
         if change == "update":
