@@ -383,9 +383,9 @@ class Journal:
 
 
 def _being_updated(storage: Storage, now: Columns, shown: npt.NDArray[np.bool_], serials: IntArray) -> bool:
-    """Whether an episode that was shown is under an odd generation."""
-    gone = np.flatnonzero(shown & ~now.valid)
-    words = storage.maps.words[gone]
-    same = words[:, GENERATION] & _ODD == 1
-    same &= words[:, SHOWN] & _LOW < words[:, SHOWN] >> _HALF  # else a ring gave it up
-    return bool((same & (now.serial[gone] == serials[gone])).any())
+    """Whether an episode that was shown was under an odd generation when its record was copied, or was half copied."""
+    gone = np.flatnonzero(shown & ~now.valid & (now.start < now.length))  # else a ring gave it up
+    gone = gone[now.serial[gone] == serials[gone]]
+    generation = now.generation[gone]  # not that of now: the update may be over, and the copy still lacks the episode
+    moved = storage.maps.words[gone, GENERATION] != generation
+    return bool((moved | (generation & _ODD == 1)).any())

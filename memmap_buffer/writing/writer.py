@@ -832,6 +832,7 @@ class Writer:
             )
         if growing:
             commit(files, growing)
+            files.announce(self._slots.next, [slot_writer.slot for slot_writer in growing])
             files.sync("/episodes")
 
     def close(self) -> None:

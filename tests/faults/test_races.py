@@ -7,15 +7,17 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from threading import Event
 from typing import Any
 
 import fault_injection
 import numpy as np
 import pytest
-from inside import take_lock
+from inside import changes_of, take_lock
 from races import CODED, FIELDS, LONGEST, RING, VIEWS, Beside, Truth, after, create, race, read, turn, wrong
 
 from memmap_buffer import ReplayBuffer, StaleEpisodeError, verify
+from memmap_buffer.format.storage import Storage
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.views.folders import Found
 
@@ -160,6 +162,39 @@ def test_a_reader_many_laps_behind_is_told_if_it_asks(ring):
     with pytest.raises(StaleEpisodeError, match="overwritten"):
         for _ in epoch:
             pass
+
+
+def test_an_update_that_ends_while_the_records_are_looked_at_hides_nothing(ring, monkeypatch):
+    """Fault 28: that it is over by then does not bring back what the copy of the records lacks."""
+    reader, writer = ReplayBuffer.from_folder(ring, read_only=True), ReplayBuffer.from_folder(ring)
+    before, stands, goes_on, columns = reader.serials.tolist(), Event(), Event(), Storage.columns
+    generations = np.load(ring / "episodes.npy", mmap_mode="r")["generation"]
+    writer.update(-1, version=0)
+    told = changes_of(ring)
+
+    def stand_still():
+        if (generations % 2).any() and changes_of(ring) > told and not stands.is_set():
+            stands.set()
+            goes_on.wait(10)
+
+    def update():
+        with fault_injection.system(before=stand_still):
+            writer.update(-1, value=ONE.episode(before[-1], 5)["value"], version=5)
+
+    def then_it_ends(storage):
+        copied = columns(storage)
+        if stands.is_set() and storage.read_only:
+            goes_on.set()
+            updated.result(10)
+        return copied
+
+    with ThreadPoolExecutor(1) as thread:
+        updated = thread.submit(update)
+        assert stands.wait(10)
+        monkeypatch.setattr(Storage, "columns", then_it_ends)
+        assert reader.serials.tolist() == before
+        assert updated.done()
+    writer.close()
 
 
 @pytest.mark.parametrize("ring", [FIELDS, CODED], indirect=True, ids=["raw", "compressed"])

@@ -107,6 +107,19 @@ def test_flush_and_close_show_a_group_that_is_not_full(tmp_path, end):
     buffer.close()
 
 
+def test_flush_hides_no_open_episode_from_who_read_it_before(tmp_path):
+    """publish="step": the record that vouches for its steps is told of."""
+    with ReplayBuffer(tmp_path / "buffer", 4, 8, {"x": "int"}, publish="step", spare_slots=2) as buffer:
+        reader = ReplayBuffer.from_folder(tmp_path / "buffer", read_only=True)
+        episodes = [buffer.begin_episode() for _ in range(2)]
+        for t in range(2):
+            for episode in episodes:
+                episode.store(x=t)
+        everything = [source.get_all_data()["x"].tolist() for source in (buffer, reader)]
+        buffer.flush()
+        assert [source.get_all_data()["x"].tolist() for source in (buffer, reader)] == everything
+
+
 def test_what_needs_more_spare_slots_is_refused_at_once_and_names_the_number(tmp_path):
     """sync_every, and episodes written in place: before anything is created, and before a step is stored."""
     folder = tmp_path / "buffer"
