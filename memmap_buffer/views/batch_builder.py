@@ -265,7 +265,8 @@ class BatchBuilder:
         sums = np.append(0, np.cumsum(stop - start))
         # Behind the item's own steps, and those of the episodes before it.
         before = sums[:-1] - sums[np.searchsorted(item, item)]
-        lead = np.minimum((self.length - self.t)[item] + before, steps)
+        own = np.maximum(self.length - self.t, 0)  # of an episode that left meanwhile, the item is drawn again
+        lead = np.minimum(own[item] + before, steps)
         end = np.minimum(lead + stop - start, steps)
         self._following = Following(item, records, start, lead, end)
         return self.length + np.bincount(item, stop - start, len(self.t)).astype(np.int64)
@@ -279,7 +280,7 @@ class BatchBuilder:
         begins[item[end > lead], lead[end > lead]] = True
         own, whole = self.length - self.t, records.anchors.length - start == end - lead
         # What is still appended to an episode follows its last step of now.
-        over = np.flatnonzero((own <= len(steps)) & (self._flags & OPEN == 0))
+        over = np.flatnonzero((own > 0) & (own <= len(steps)) & (self._flags & OPEN == 0))
         ends[over, own[over] - 1] = True
         over = np.flatnonzero((end > lead) & whole & (flags & OPEN == 0))
         ends[item[over], end[over] - 1] = True

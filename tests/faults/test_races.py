@@ -13,13 +13,14 @@ from typing import Any
 import fault_injection
 import numpy as np
 import pytest
+import torch
 from inside import changes_of, take_lock
 from races import CODED, FIELDS, LONGEST, RING, VIEWS, Beside, Truth, after, create, race, read, turn, wrong
 
-from memmap_buffer import ReplayBuffer, StaleEpisodeError, verify
+from memmap_buffer import ReplayBuffer, StaleEpisodeError, Window, verify
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.views.folders import Found
+from memmap_buffer.views.folders import Folders, Found
 
 # name -> (what is written, how, how the buffer is made)
 RACES: dict[str, tuple[Truth, dict[str, Any], dict[str, Any]]] = {
@@ -127,6 +128,25 @@ def test_what_is_overwritten_while_it_is_copied_is_drawn_again(ring, monkeypatch
     assert wrong(batch, ONE).any() != checked
     serial = batch["_index"] if "_index" in batch else batch["_indices"][:, 0]
     assert (serial.min() >= 3 * RING) == checked
+
+
+def test_a_window_that_would_run_on_from_an_episode_that_left_is_drawn_again(tmp_path, monkeypatch):
+    """Faults 28, 30: the slot holds a shorter episode by the time its record is taken, which ends before the anchor."""
+    with ReplayBuffer(tmp_path / "ring", 3, 40, {"n": "int"}, circular=True) as buffer:
+        for serial in range(3):
+            buffer.store_episode(n=100 * serial + np.arange(40))
+        at = Folders.at
+
+        def overtaken(*arguments):
+            monkeypatch.setattr(Folders, "at", at)
+            for serial in range(3, 7):
+                buffer.store_episode(n=[100 * serial])
+            return at(*arguments)
+
+        monkeypatch.setattr(Folders, "at", overtaken)
+        batch = buffer.sample(64, view=Window(3, boundary="continue", return_steps=True), seed=1)
+    assert (batch["n"] == batch["_steps"] @ torch.tensor([100, 1])).all() and batch["_is_last"].all()
+    assert batch["_steps"][:, 0, 0].tolist() == [4] * 64
 
 
 @pytest.mark.parametrize("ring", [CODED], indirect=True, ids=["compressed"])
