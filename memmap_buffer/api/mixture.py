@@ -84,7 +84,7 @@ def mixture_loader(
         sources: name -> source.
         batch_size: how many items a batch has.
         shares: "exact": any run of items has the shares of the weights, what does not divide carried over; "chance":
-            each item is of a source by chance.
+            the same shares, but of a whole epoch, in a random order.
         length: an epoch ends when the "longest" source was gone round once by its share, the others more than once, or
             the "shortest"; or after so many items. A source that is gone round begins anew in another order.
         shuffle: how each source is gone round, see `ReplayBuffer.dataloader`.
@@ -114,6 +114,9 @@ def mixture_loader(
         check_choice("length", length, Literal["longest", "shortest"])
     if not isinstance(sources, Mapping) or not sources:
         raise SchemaError(f"sources: got {sources!r}, expected name -> Source")
+    for name, source in sources.items():
+        if not isinstance(name, str) or not isinstance(source, Source):
+            raise SchemaError(f"sources: got {name!r}: {source!r}, expected a string and a Source")
     if device is not None and format == "numpy":
         raise SchemaError(f"device: got {device!r} with format='numpy'; arrays stay where they are; leave one out")
     ranks = ranks_of(rank, world_size)

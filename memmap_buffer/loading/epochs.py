@@ -259,8 +259,8 @@ class EpochState(NamedTuple):
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> EpochState:
         """As `Epoch.state` told it. Raises TypeError, ValueError or KeyError for anything else."""
-        seed, number, delivered, window = (_whole(state[key]) for key in ("seed", "epoch", "delivered", "window"))
-        shuffle = Shuffle(state["shuffle"], window, _whole(state.get("blocks", BLOCKS), 1))
+        seed, number, delivered, window = (whole_number(state[key]) for key in ("seed", "epoch", "delivered", "window"))
+        shuffle = Shuffle(state["shuffle"], window, whole_number(state.get("blocks", BLOCKS), 1))
         return cls(seed, number, delivered, shuffle, EpochSnapshot.from_state(state))
 
 
@@ -306,7 +306,7 @@ class OrderedSampler(EpochSampler[Epoch]):
 
     def _parsed(self, state: Mapping[str, Any]) -> tuple[object, EpochState | None, int, int]:
         epoch = None if state["folders"] is None else EpochState.of(state)
-        return state["shuffle"], epoch, _whole(state["seed"]), _whole(state["epoch"])
+        return state["shuffle"], epoch, whole_number(state["seed"]), whole_number(state["epoch"])
 
     def _load(self, parsed: tuple[object, EpochState | None, int, int], on_stale: str) -> None:
         kind, epoch, seed, number = parsed
@@ -522,7 +522,7 @@ def all_or_none(ranks: Ranks) -> Iterator[None]:
     ranks.require_equal(0)
 
 
-def _whole(value: Any, least: int = 0) -> int:
+def whole_number(value: Any, least: int = 0) -> int:
     if type(value) is not int or value < least:
         raise ValueError(f"{value!r} is no whole number from {least}")
     return value

@@ -13,11 +13,11 @@ from memmap_buffer.dtypes import Array, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.items.epoch import Epoch, FolderState, Handing, folder_states, require_same
-from memmap_buffer.items.shuffle import Quota, uniform
+from memmap_buffer.items.shuffle import Permutation, Quota
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.batches import Batch, finished, form_of, rng_of
 from memmap_buffer.loading.distributed import anchors_of
-from memmap_buffer.loading.epochs import CHUNK, EpochSampler, EpochState, OrderedSampler
+from memmap_buffer.loading.epochs import CHUNK, EpochSampler, EpochState, OrderedSampler, whole_number
 from memmap_buffer.schema import flatten, nest
 from memmap_buffer.views.anchors import Anchors, MixedAnchors
 
@@ -25,26 +25,40 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 PRESENT = "_present_"  # before a key: where each item has it
+SOURCE = "_source"  # the number of each item's source
+OF_NO_STEP = ("_steps", "_indices", "_index")  # keys that name episodes: -1 where there is none
+MAX_ITEMS = 2**62
 
 
 # Epochs
 
 
 class Chances:
-    """The source of each item, drawn by itself in proportion to the weights.
+    """The source of each item by chance: exact shares in a random order, so that no source repeats an item too early.
 
     Args:
         weights: (S,) positive.
-        seed: whole numbers that choose the draws.
+        items: how many the epoch has; those beyond follow in exact shares.
+        seed: whole numbers that choose the order.
     """
 
-    def __init__(self, weights: Sequence[float], *seed: int) -> None:
-        self._bounds = np.cumsum(weights)[:-1] / np.sum(weights)
-        self._seed = seed
+    def __init__(self, weights: Sequence[float], items: int, *seed: int) -> None:
+        self._quota, self._items, self._seed = Quota(weights), items, seed
 
     def turns(self, i: IntArray) -> tuple[IntArray, IntArray]:
         """The source of each item number (B,), and the number of the item in the order of that source."""
-        return np.searchsorted(self._bounds, uniform(i, *self._seed), side="right"), i
+        source, item = self._quota.turns(i)
+        block = np.where(i < self._items, i // CHUNK, -1)
+        for number in np.unique(block[block >= 0]).tolist():
+            first, mine = number * CHUNK, np.flatnonzero(block == number)
+            size = min(CHUNK, self._items - first)
+            sources = self._quota.turns(first + Permutation(size, *self._seed, number)(np.arange(size)))[0]
+            is_of = sources == np.arange(self._quota.folders)[:, None]
+            items = self._quota.given(first)[:, None] + np.cumsum(is_of, axis=1) - 1
+            within = i[mine] - first
+            source[mine] = sources[within]
+            item[mine] = items[source[mine], within]
+        return source, item
 
 
 class MixtureEpoch(Handing):
@@ -75,13 +89,15 @@ class MixtureState(NamedTuple):
     delivered: int
     items: int
     parts: Mapping[str, EpochState] | None
+    shares: Mapping[str, Any]
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> MixtureState:
         """As a sampler told it. Raises TypeError, ValueError, KeyError or AttributeError for anything else."""
         parts = state["sources"]
         parts = None if parts is None else {name: EpochState.of(part) for name, part in parts.items()}
-        return cls(int(state["seed"]), int(state["epoch"]), int(state["delivered"]), int(state["items"]), parts)
+        seed, number, delivered, items = (whole_number(state[name]) for name in ("seed", "epoch", "delivered", "items"))
+        return cls(seed, number, delivered, items, parts, {name: state[name] for name in ("shares", "weights")})
 
 
 class MixtureSampler(EpochSampler[MixtureEpoch]):
@@ -106,6 +122,7 @@ class MixtureSampler(EpochSampler[MixtureEpoch]):
     ) -> None:
         super().__init__(next(iter(members.values())).reader.folders, **how)
         self.members, self._weights, self._exact, self._length = members, weights, exact, length
+        self._shares = {"shares": "exact" if exact else "chance", "weights": [*weights]}
         self.shuffle = next(iter(members.values())).shuffle
 
     def _new(self) -> MixtureEpoch:
@@ -121,12 +138,17 @@ class MixtureSampler(EpochSampler[MixtureEpoch]):
         if not isinstance(self._length, str):
             return self._length
         rounds = np.asarray(sizes) * (np.sum(self._weights) / np.asarray(self._weights))
+        if not rounds.max() < MAX_ITEMS:
+            raise SchemaError(
+                f"weights: got {self._weights}, by which the source that takes longest is gone round once in "
+                f"{rounds.max():.0e} items; leave out what has next to no share"
+            )
         return int(np.ceil(rounds.max() - 1e-6) if self._length == "longest" else np.floor(rounds.min() + 1e-6))
 
     def _batches_of(self, epoch: MixtureEpoch) -> Iterator[Any]:
         self.epoch, self._loaded = epoch.number + 1, None
         assert epoch.partition is not None
-        shares = Quota(self._weights) if self._exact else Chances(self._weights, epoch.seed, epoch.number)
+        shares = Quota(self._weights) if self._exact else Chances(self._weights, epoch.items, epoch.seed, epoch.number)
         orders = [member.order_of(epoch.parts[name]) for name, member in self.members.items()]
         for numbers in epoch.partition.chunks(CHUNK):
             source, item = shares.turns(numbers.ravel())
@@ -148,8 +170,10 @@ class MixtureSampler(EpochSampler[MixtureEpoch]):
 
     def _state_of(self, epoch: MixtureEpoch | None) -> dict[str, Any]:
         if epoch is None:
-            return {"seed": self.seed, "epoch": self.epoch, "delivered": 0, "items": 0, "sources": None}
-        return epoch.state()
+            position = {"seed": self.seed, "epoch": self.epoch, "delivered": 0, "items": 0, "sources": None}
+        else:
+            position = epoch.state()
+        return {**position, **self._shares}
 
     def _parsed(self, state: Mapping[str, Any]) -> MixtureState:
         return MixtureState.of(state)
@@ -163,21 +187,26 @@ class MixtureSampler(EpochSampler[MixtureEpoch]):
         assert state.parts is not None
         if [*state.parts] != [*self.members]:
             raise SchemaError(f"load_state_dict: the epoch is of {[*state.parts]}, this mixture of {[*self.members]}")
+        if state.shares != self._shares:
+            raise SchemaError(f"load_state_dict: the epoch has {state.shares}, this mixture {self._shares}; give those")
         parts = {name: member._rebuilt(state.parts[name], on_stale) for name, member in self.members.items()}
         return MixtureEpoch(state.seed, state.number, parts, state.items, state.delivered)
 
     def _of_rank_0(self, epoch: MixtureEpoch, state: dict[str, Any], asked: Sequence[Any]) -> MixtureEpoch:
-        if state != epoch.state():
+        if state != self._state_of(epoch):
             epoch = self._rebuilt(MixtureState.of(state), "raise")
         self.seed = epoch.seed
         return epoch
 
-    def _folder_states(self) -> list[dict[int, FolderState]]:
-        return [folder_states(member.reader.folders) for member in self.members.values()]
+    def _folder_states(self) -> dict[str, dict[int, FolderState]]:
+        return {name: folder_states(member.reader.folders) for name, member in self.members.items()}
 
     def _require_same(self, ranks: Sequence[tuple[str, Any]]) -> None:
-        for i, member in enumerate(self.members.values()):
-            require_same([(host, states[i]) for host, states in ranks], member.reader.folders)
+        others = [[*states] for _, states in ranks if [*states] != [*self.members]]
+        if others:
+            raise SchemaError(f"this rank mixes {[*self.members]}, another {others[0]}; give all the same sources")
+        for name, member in self.members.items():
+            require_same([(host, states[name]) for host, states in ranks], member.reader.folders)
 
 
 def _seed_of(seed: int, number: int) -> int:
@@ -236,11 +265,11 @@ class MixtureDataset:
         anchors = anchors_of(batch)
         assert isinstance(anchors, MixedAnchors), "a mixture is read in the order of its own loader"
         parts = [
-            (np.flatnonzero(anchors.source == i), self._read(i, part))
+            (np.flatnonzero(anchors.source == i), self._as_before(i, self._read(i, part)))
             for i, part in enumerate(anchors.parts)
             if part.size
         ]
-        data = form_of(self._format).make({**dict(self._joined(parts, anchors.size)), "_source": anchors.source})
+        data = form_of(self._format).make({**dict(self._joined(parts, anchors.size)), SOURCE: anchors.source})
         return Batch(nest(data), anchors.size)
 
     def _read(self, number: int, anchors: Anchors) -> dict[str, Array]:
@@ -258,6 +287,16 @@ class MixtureDataset:
             )
         return columns
 
+    def _as_before(self, number: int, columns: dict[str, Array]) -> dict[str, Array]:
+        """The items of a source. Raises SchemaError: its transform gave other keys than for the first item."""
+        axes = {key: values.ndim for key, values in columns.items()}
+        if axes != self._axes[number]:
+            raise SchemaError(
+                f"source {self.names[number]!r}: got keys of {axes} axes, and {self._axes[number]} for its first item; "
+                "let its transform give the same for all"
+            )
+        return columns
+
     def _all_columns(self) -> dict[str, Column]:
         """The keys of the joined batch, found by one item of each source."""
         samples = []
@@ -266,8 +305,16 @@ class MixtureDataset:
             reader.require(index)
             item = reader.crop(index.locate(np.zeros(1, np.int64)), partial(np.random.default_rng, 0))
             samples.append(self._read(i, item))
+        self._axes = [{key: values.ndim for key, values in sample.items()} for sample in samples]
         keys = dict.fromkeys(key for sample in samples for key in sample)
-        return {key: self._column(key, [sample.get(key) for sample in samples]) for key in keys}
+        columns = {key: self._column(key, [sample.get(key) for sample in samples]) for key in keys}
+        own = [SOURCE, *(PRESENT + key for key, column in columns.items() if column.unlike is not None)]
+        groups = {key[:at] for key in keys for at, character in enumerate(key) if character == "."}
+        for key in keys:
+            if key in own or key in groups:
+                also = "a group of another" if key in groups else "made by the mixture"
+                raise SchemaError(f"{key!r} is a key of one source, and {also}; rename it in a transform")
+        return columns
 
     def _column(self, key: str, samples: Sequence[Array | None]) -> Column:
         values = {name: sample for name, sample in zip(self.names, samples, strict=True) if sample is not None}
@@ -277,11 +324,7 @@ class MixtureDataset:
         sizes = [{*lengths} for lengths in zip(*(sample.shape[1:] for sample in values.values()), strict=True)]
         unlike = tuple(len(lengths) > 1 for lengths in sizes)
         is_mask = key.startswith("_") or not (any(unlike) or len(values) < len(samples))
-        try:
-            dtype = np.result_type(*values.values())
-        except TypeError:
-            kinds = {name: sample.dtype.name for name, sample in values.items()}
-            raise SchemaError(f"{key!r} is {kinds}; give the sources a transform that makes them alike") from None
+        dtype = common_dtype(key, [sample.dtype for sample in values.values()])
         return Column(tuple(map(max, sizes)), dtype, None if is_mask else unlike)
 
     def _joined(self, parts: Sequence[tuple[IntArray, dict[str, Array]]], size: int) -> Iterator[tuple[str, Array]]:
@@ -289,7 +332,8 @@ class MixtureDataset:
         for key, (shape, dtype, unlike) in self._columns.items():
             each = [(rows, part[key]) for rows, part in parts if key in part]
             longest = tuple(map(max, zip(shape, *(values.shape[1:] for _, values in each), strict=True)))
-            out = np.zeros((size, *longest), dtype)
+            dtype = common_dtype(key, [dtype, *(values.dtype for _, values in each)])  # texts may be longer than ever
+            out = np.full((size, *longest), -1 if key in OF_NO_STEP else dtype.type(), dtype)
             for rows, values in each:
                 out[_place(rows, values.shape[1:])] = values
             yield key, out
@@ -298,6 +342,16 @@ class MixtureDataset:
                 for rows, values in each:
                     present[_place(rows, np.where(unlike, values.shape[1:], 1))] = True
                 yield PRESENT + key, present
+
+
+def common_dtype(key: str, dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
+    """The dtype that holds the values of all. Raises SchemaError: numbers and texts, say, have none."""
+    kinds = {dtype.kind for dtype in dtypes}
+    dtype = np.result_type(*dtypes) if kinds <= {*"biufc"} or kinds == {"U"} else np.dtype(object)
+    if dtype.kind == "O" or (dtype.kind == "f" and "f" not in kinds):  # int64 and uint64 have none that is exact
+        names = [*dict.fromkeys(each.name for each in dtypes)]
+        raise SchemaError(f"{key!r} is of {names}; give the sources a transform that makes them alike")
+    return dtype
 
 
 def _place(rows: IntArray, lengths: Iterable[int]) -> Any:

@@ -138,6 +138,33 @@ def test_transforms_make_unlike_keys_alike_and_may_be_random(buffers):
     assert len({tuple(row) for batch in each for row in batch["noise"]}) == sum(len(batch["noise"]) for batch in each)
 
 
+@pytest.mark.parametrize("format", ["torch", "numpy"])
+def test_later_items_may_have_longer_texts_and_other_numbers_than_the_first(buffers, format):
+    def described(batch):
+        values = batch["step"][:, 0].tolist()
+        return {
+            "text": ["first" if n < 2 else f"of step {n}" for n in values],
+            "n": [n if n < 2 else n + 0.5 for n in values],
+        }
+
+    sources = {"arm": Source(buffers[0], view=Window(1), transform=described)}
+    for batch in mixture_loader(sources, 8, seed=1, format=format):
+        for text, n in zip(batch["text"], batch["n"].tolist(), strict=True):
+            assert str(text) == ("first" if n < 2 else f"of step {int(n)}") and (n < 2 or n % 1 == 0.5)
+
+
+def test_the_steps_of_shorter_windows_and_of_sources_without_them_are_none(buffers):
+    views = (Window(2, return_steps=True), Window(4, return_steps=True), Window(4))
+    pair = (buffers[0], buffers[1], buffers[1])
+    sources = {str(i): Source(buffer, view=view) for i, (buffer, view) in enumerate(zip(pair, views, strict=True))}
+    for batch in mixture_loader(sources, 9, seed=1):
+        steps, offset = batch["_steps"], torch.tensor([0, 10_000, 0])[batch["_source"]][:, None]
+        there = steps[..., 0] >= 0
+        assert (steps[~there] == -1).all() and (there.sum(dim=1) == batch["_lens"])[batch["_source"] < 2].all()
+        assert not there[batch["_source"] == 2].any()
+        assert (steps @ torch.tensor([100, 1]) + offset)[there].equal(batch["step"][there])
+
+
 # Which items
 
 
@@ -155,6 +182,29 @@ def test_every_run_of_items_has_the_shares_and_each_source_is_gone_round_before_
         assert all(len({*one}) == len(one) for one in rounds)
         assert len(rounds) < 2 or rounds[0] != rounds[1]
     assert any(len({item for item in order if item[0] == k}) == count for k, count in ((0, 48), (1, 36)))
+
+
+@pytest.mark.parametrize("length", ["longest", "shortest"])
+@pytest.mark.parametrize("shares", ["exact", "chance"])
+@pytest.mark.parametrize("count", [3, 40_000])
+def test_each_source_is_gone_round_before_an_item_comes_again(tmp_path, shares, length, count):
+    names = ("few", "many")
+    for name, steps in zip(names, (count, 2 * count), strict=True):
+        with ReplayBuffer(tmp_path / name, 1, steps, {"n": "int"}) as buffer:
+            buffer.store_episode(n=np.arange(steps))
+    sources = {
+        name: Source(tmp_path / name, weight, timestep_level=True) for name, weight in zip(names, (1, 3), strict=True)
+    }
+    seen = [[], []]
+    for batch in mixture_loader(sources, 1000, seed=1, shares=shares, length=length, format="numpy"):
+        for number in (0, 1):
+            seen[number] += batch["n"][batch["_source"] == number].tolist()
+    for number, size in ((0, count), (1, 2 * count)):
+        for begin in range(0, len(seen[number]), size):
+            once = seen[number][begin : begin + size]
+            assert len({*once}) == len(once)
+    lengths = [len(each) / size for each, size in zip(seen, (count, 2 * count), strict=True)]
+    assert min(lengths) == 1 if length == "longest" else 1 - 1 / count < max(lengths) <= 1
 
 
 def test_by_chance_each_item_is_of_a_source_by_its_weight(buffers):
@@ -277,6 +327,21 @@ def test_a_state_of_other_sources_is_refused(buffers):
         other.load_state_dict({"seed": 1})
 
 
+@pytest.mark.parametrize("change", [{"weights": (1, 1)}, {"shares": "chance"}])
+def test_a_state_of_other_shares_is_refused(buffers, change):
+    with pytest.raises(
+        SchemaError, match=r"the epoch has \{'shares': 'exact', 'weights': \[3.0, 1.0\]\}, this mixture"
+    ):
+        mixed(buffers, **change).load_state_dict(next_state(mixed(buffers)))
+
+
+@pytest.mark.parametrize("change", [{"delivered": -1}, {"items": "12"}, {"weights": None}])
+def test_a_state_that_no_loader_gave_is_refused(buffers, change):
+    loader, state = mixed(buffers), next_state(mixed(buffers))
+    with pytest.raises(SchemaError, match="load_state_dict: "):
+        loader.load_state_dict(state | change)
+
+
 def next_state(loader):
     next(iter(loader))
     return loader.state_dict()
@@ -310,6 +375,57 @@ def test_options_that_cannot_be_meant_are_named(buffers, change, text):
         mixed(buffers, **change)
 
 
+UNJOINED = {
+    "text and numbers": (["a"], np.ones(1), r"'k' is of \['str32', 'float64'\]"),
+    "no exact dtype": (np.ones(1, np.uint64), np.ones(1, np.int64), r"'k' is of \['uint64', 'int64'\]"),
+    "objects": ([{"a": {}}["a"]], [None], r"'k' is of \['object'\]"),
+    "a group": (np.ones(1), {"k": np.ones(1)}, "'k' is a key of one source, and a group of another"),
+}
+
+
+@pytest.mark.parametrize("case", UNJOINED)
+def test_values_that_no_key_can_hold_are_named(buffers, case):
+    one, other, text = UNJOINED[case]
+
+    def repeated(value, batch):
+        return (
+            {key: repeated(each, batch) for key, each in value.items()}
+            if isinstance(value, dict)
+            else [*value] * len(batch["step"])
+        )
+
+    sources = {
+        name: Source(
+            buffers[0], timestep_level=True, transform=lambda batch, value=value: {"k": repeated(value, batch)}
+        )
+        for name, value in (("one", one), ("other", other))
+    }
+    with pytest.raises(SchemaError, match=text):
+        mixture_loader(sources, 4, seed=1)
+
+
+def test_keys_that_the_mixture_makes_are_its_own(buffers):
+    for key in ("_source", "_present_wrist.image"):
+        sources = {
+            "arm": Source(
+                buffers[0], timestep_level=True, transform=lambda batch, key=key: {**batch, key: batch["step"]}
+            ),
+            "hand": Source(buffers[1], timestep_level=True),
+        }
+        with pytest.raises(SchemaError, match=f"'{key}' is a key of one source, and made by the mixture"):
+            mixture_loader(sources, 4, seed=1)
+
+
+@pytest.mark.parametrize("change", [lambda n: {"more": n}, lambda n: {"step": n[:, None]}], ids=["a key", "an axis"])
+def test_a_transform_that_gives_other_keys_for_later_items_is_named(buffers, change):
+    def moody(batch):
+        return {"step": batch["step"], **(change(batch["step"]) if batch["step"].max() > 0 else {})}
+
+    loader = mixture_loader({"arm": Source(buffers[0], timestep_level=True, transform=moody)}, 4, seed=1)
+    with pytest.raises(SchemaError, match="source 'arm': got keys of"):
+        list(loader)
+
+
 def test_what_cannot_be_joined_is_named(tmp_path, buffers):
     with ReplayBuffer(tmp_path / "flat", 2, 12, {"image": ("uint8", (5,)), "action": "U4"}) as flat:
         flat.store_episode(image=np.zeros((3, 5)), action=["a"] * 3)
@@ -321,10 +437,14 @@ def test_what_cannot_be_joined_is_named(tmp_path, buffers):
             mixture_loader(only, 4)
     with pytest.raises(SchemaError, match="prioritized is no option of one source"):
         Source(buffers[0], prioritized=True)
-    with pytest.raises(SchemaError, match="sources: got"):
-        mixture_loader({}, 4)
+    for sources in ({}, {"arm": buffers[0]}, {1: Source(buffers[0])}):
+        with pytest.raises(SchemaError, match="sources: got"):
+            mixture_loader(sources, 4)
     wrong = {"arm": Source(buffers[0], transform=lambda batch: {"action": batch["action"][:0]})}
     with pytest.raises(SchemaError, match="source 'arm': 'action' has shape"):
         mixture_loader(wrong, 4)
+    tiny = [Source(buffers[0]), Source(buffers[1], 1e-300)]
+    with pytest.raises(SchemaError, match=r"weights: got \[1.0, 1e-300\]"):
+        mixture_loader(dict(zip("ab", tiny, strict=True)), 4)
     with ReplayBuffer(tmp_path / "empty", 2, 12, ARM) as empty, pytest.raises(NotEnoughDataError, match="empty"):
         mixed((buffers[0], empty))
