@@ -103,7 +103,7 @@ class Editing:
 
         Raises:
             SchemaError: there is no such field or timestep, or a value does not fit; nothing was written.
-            EpisodeStateError: an episode is open, and the field is one that says how it ends.
+            EpisodeStateError: one of these episodes is open, and the field is one that says how it ends.
             ReadOnlyError: the buffer only reads.
             OSError: the disk is full, say; the episodes before that are changed.
         """

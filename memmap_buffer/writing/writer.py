@@ -748,7 +748,7 @@ class Writer:
             meta: name -> n values.
 
         Raises:
-            EpisodeStateError: an episode is open, and these are values that its end writes.
+            EpisodeStateError: one of these episodes is open, and its end writes these values.
         """
         self._change(partial(self._update, slots, rows, meta))
 
@@ -766,7 +766,7 @@ class Writer:
         }
         of_end = [*meta, *(name for name in rows if name in self.schema.ends)]
         if of_end and not growing.keys().isdisjoint(slots.tolist()):
-            raise EpisodeStateError(f"update: an episode is still open, and its end writes {of_end[0]!r}; end it first")
+            raise EpisodeStateError(f"an episode of these is still open, and its end writes {of_end[0]!r}; end it first")
         plans = []
         for i, slot in enumerate(slots.tolist()):
             new_rows = {name: steps[i] for name, steps in rows.items()}
