@@ -766,7 +766,7 @@ class Writer:
         }
         of_end = [*meta, *(name for name in rows if name in self.schema.ends)]
         if of_end and not growing.keys().isdisjoint(slots.tolist()):
-            raise EpisodeStateError(f"an episode of these is still open, and its end writes {of_end[0]!r}; end it first")
+            raise EpisodeStateError(f"an episode of these is open, and its end writes {of_end[0]!r}; end it first")
         plans = []
         for i, slot in enumerate(slots.tolist()):
             new_rows = {name: steps[i] for name, steps in rows.items()}

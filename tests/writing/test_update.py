@@ -249,7 +249,7 @@ def test_an_open_episode_is_left_to_its_end_for_what_that_writes(buffer):
             by_step.clear()
         for data in ({"task": 1}, {"terminated": True}, {"y": 1, "task": 1}):
             with pytest.raises(
-                EpisodeStateError, match=f"an episode of these is still open, and its end writes {[*data][-1]!r}"
+                EpisodeStateError, match=f"an episode of these is open, and its end writes {[*data][-1]!r}"
             ):
                 by_step.update([0, -1], **data)
         by_step.update([0, -1], y=[[1], [41]])
