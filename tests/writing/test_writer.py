@@ -310,7 +310,7 @@ def test_what_lies_between_deleted_episodes_stays_as_it_is(tmp_path):
         ({"split": "task", "part": 0}, [1, 2, 3, 4]),
         ({"filter_meta": {"task": 9}}, [0, 1, 2, 3, 4]),
     ],
-    ids=str,
+    ids=["a set", "a function", "a range", "top_k", "mark", "split", "none"],
 )
 def test_the_episodes_that_conditions_choose_are_deleted_and_no_others(tmp_path, options, kept):
     with make(tmp_path, 5) as buffer:
