@@ -149,7 +149,7 @@ def test_the_function_is_called_in_this_process_and_loaders_resume(buffer, metho
         (lambda c: c["score"] - 3.5, r"lambda.* of episode 0 is -3.5, expected a number from 0"),
         (Balanced("taks"), "got 'taks', which was not declared here; did you mean 'task'"),
     ],
-    ids=str,
+    ids=["unknown", "pairs", "one number", "negative", "balanced"],
 )
 def test_a_function_that_gives_no_weight_for_each_episode_is_refused(buffer, weigh, error):
     with pytest.raises(SchemaError, match=error):

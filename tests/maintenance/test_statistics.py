@@ -183,7 +183,7 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize("options", CHOSEN, ids=str)
+@pytest.mark.parametrize("options", CHOSEN, ids=["split", "seed", "counts", "by field", "filters", "top_k"])
 def test_the_statistics_of_a_part_are_those_of_its_episodes_alone_from_folders_and_urls(buffer, tmp_path, options):
     with ReplayBuffer(tmp_path / "other", 3, 9, FIELDS, META) as other:
         record(other, np.random.default_rng(1), (9, 2, 5))
