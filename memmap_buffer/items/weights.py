@@ -107,10 +107,10 @@ class Balanced:
 
     def __call__(self, columns: Mapping[str, Array]) -> FloatArray:
         """(E,) the weight of the items of each episode."""
-        values, of = np.unique(columns[self.name], axis=0, return_inverse=True)
-        of = of.reshape(-1)
+        values, places = np.unique(columns[self.name], axis=0, return_inverse=True)
+        places = places.reshape(-1)
         share = 1.0 if self.shares is None else np.array([dict(self.shares).get(value, 0) for value in values.tolist()])
-        return np.asarray((share / np.bincount(of, columns["items"]))[of])
+        return np.asarray((share / np.bincount(places, columns["items"]))[places])
 
 
 def weighing(weight_by: object) -> tuple[str | None, Weigh | None]:
@@ -132,10 +132,10 @@ def weights_of(each: Sequence[NumberedFolder], parts: Sequence[Runs], weight_by:
     name, weigh = weighing(weight_by)
     columns, what = EpisodeColumns(each, parts), described(weigh) if name is None else name
     count = sum(columns.num_episodes)
-    given: Any = columns if name is None else columns[name]
+    values: Any = columns if name is None else columns[name]
     if weigh is not None:
-        given = weigh(given) if count else []
-    weight = np.asarray(given, np.float64)
+        values = weigh(values) if count else []
+    weight = np.asarray(values, np.float64)
     if weight.shape != (count,):
         raise SchemaError(f"weight_by: the function of {what!r} gave shape {weight.shape}, expected {(count,)}")
     wrong = np.flatnonzero(~((weight >= 0) & np.isfinite(weight)))

@@ -162,7 +162,9 @@ class NStep(View):
             rewards = builder.look_at(self.reward, builder.t)[:, None]
         else:
             rewards = builder.look(self.reward, range(self.n), limit=successor)
-        discounts = look_discounts(builder, self.discount, range(self.n), successor, rewards)
+        discounts = None
+        if self.discount is not None:
+            discounts = look_discounts(builder, self.discount, range(self.n), successor, rewards)
         if TRUE in over.tobytes():
             last = over.nonzero()[0]
             over[last] = builder.terminated.take(last) | ~builder.has_final.take(last)
@@ -196,12 +198,8 @@ def require_returns(schema: Schema, reward: str, terminated: str | None, discoun
             )
 
 
-def look_discounts(
-    builder: BatchBuilder, name: str | None, offsets: range, limit: IntArray, rewards: Array
-) -> Array | None:
-    """The discounts of steps (B, K, …), with as many axes as the rewards; None where there is no such field."""
-    if name is None:
-        return None
+def look_discounts(builder: BatchBuilder, name: str, offsets: range, limit: IntArray, rewards: Array) -> Array:
+    """The discounts of steps (B, K, …), with as many axes as the rewards."""
     values = builder.look(name, offsets, limit=limit)
     return values if values.shape == rewards.shape else values.reshape(*values.shape[:2], *[1] * (rewards.ndim - 2))
 
@@ -237,11 +235,12 @@ def step_returns(
     k = np.where(t < 0, 0, np.clip(rest, 0, n))
     reached = range(steps.start, steps.stop + n - 1)
     rewards = builder.look(reward, reached, limit=builder.length)
-    discounts = look_discounts(builder, discount, reached, builder.length, rewards)
+    discounts = None
+    if discount is not None:
+        discounts = _each_n(look_discounts(builder, discount, reached, builder.length, rewards), n)
     last = t + k == builder.length[:, None]
     ended = (builder.terminated | ~builder.has_final)[:, None] & last | (k == 0)
-    flat = None if discounts is None else _each_n(discounts, n)
-    returns, following = n_step_return(_each_n(rewards, n), k.ravel(), ended.ravel(), gamma, flat)
+    returns, following = n_step_return(_each_n(rewards, n), k.ravel(), ended.ravel(), gamma, discounts)
     returns[k.ravel() == 0] = 0
     return {
         "n_step_lens": k,
