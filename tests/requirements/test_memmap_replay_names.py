@@ -520,7 +520,7 @@ def test_a_block_within_an_open_batch_is_stored_to_and_the_batch_goes_on_after_i
         assert rows == [[5], [6], [6], [6], [1, 3], [2, 4]]
 
 
-def test_the_open_episode_is_changed_in_memory_and_refused_where_its_timesteps_are_shown_already(tmp_path):
+def test_the_open_episode_is_changed_in_memory_and_on_the_disk_where_its_timesteps_are_shown_already(tmp_path):
     with ReplayBuffer(tmp_path / "staged", 4, 5, {"x": "int"}, {"task": "int"}) as buffer:
         for x in (1, 2):
             buffer.store(x=x)
@@ -531,11 +531,13 @@ def test_the_open_episode_is_changed_in_memory_and_refused_where_its_timesteps_a
         buffer.store(x=9)
         buffer.advance_episode()
         assert buffer.data["x"][0][:3].tolist() == [7, 8, 9] and buffer.meta_data["task"][0] == 3
-    with ReplayBuffer(tmp_path / "shown", 4, 5, {"x": "int"}, publish="step") as buffer:
+    with ReplayBuffer(tmp_path / "shown", 4, 5, {"x": "int"}, {"task": ("int", (), 0)}, publish="step") as buffer:
         buffer.store(x=1)
         assert buffer.data["x"][buffer.episode_index][:1].tolist() == [1]
+        buffer.data["x"][buffer.episode_index, 0] = 7
+        assert buffer.data["x"][buffer.episode_index, 0] == 7
         with pytest.raises(EpisodeStateError, match="end it first"):
-            buffer.data["x"][buffer.episode_index, 0] = 7
+            buffer.meta_data["task"][buffer.episode_index] = 3
         buffer.advance_episode()
-        buffer.data["x"][0, 0] = 7
-        assert buffer.data["x"][0, 0] == 7
+        buffer.data["x"][0, 0], buffer.meta_data["task"][0] = 8, 3
+        assert buffer.data["x"][0, 0] == 8 and buffer.meta_data["task"][0] == 3
