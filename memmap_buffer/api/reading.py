@@ -617,7 +617,7 @@ class Readable(Markable):
         while True:
             folders = self._folders
             try:
-                priorities = self._named(name)
+                priorities = self._priorities.get(name) or self._named(name)
                 if gathered is None:  # once, as ranks wait for each other: so this is not `_retried`
                     gathered = gathered_errors(priorities, indices, td_errors)
                 return update_priorities(priorities, gathered)

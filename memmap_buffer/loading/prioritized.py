@@ -6,8 +6,7 @@ drawn are at most as old as the batches that wait for it (`prefetch_factor` time
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -23,16 +22,10 @@ from memmap_buffer.items.index import Index
 from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.items.shuffle import Quota
 from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.priority.anchor_priorities import (
-    AnchorPriorities,
-    AnyPriorities,
-    Drawn,
-    SeveralAnchors,
-    SlotAnchors,
-    StepPriorities,
-)
+from memmap_buffer.priority.anchor_priorities import AnchorPriorities, SeveralAnchors
+from memmap_buffer.priority.leaves import Drawn
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.priorities import Highest, Priorities, SeveralPriorities
+from memmap_buffer.priority.priorities import SCALE, Highest, Priorities, StepLeaves
 from memmap_buffer.priority.sum_tree import load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.batch_builder import Columns
@@ -65,7 +58,7 @@ class NamedPriorities:
         self.drawn: set[bool] = set()
         self.ranks = Ranks()
         self._opened: dict[Storage, Priorities] = {}
-        self._several = SeveralPriorities()
+        self._leaves = StepLeaves(folders.single)
         self._highest = Highest()
         self._opening = Turn()  # threads open each once
 
@@ -79,20 +72,37 @@ class NamedPriorities:
                 self._opened[storage] = priorities
             return priorities
 
-    def update(self, columns: IntArray, errors: FloatArray) -> int | None:
-        """Give steps of several folders the priorities of their errors; see `SeveralPriorities.update`.
+    def update(self, columns: IntArray, errors: FloatArray) -> int:
+        """Give steps the priorities of their errors; see `StepLeaves.update`.
 
         Args:
-            columns: (B, 3) of each step the number of its folder, the serial and t.
-            errors: (B,).
+            columns: of each item (the number of its folder,) the serial and, unless it is a whole episode, t.
+            errors: (B,) or (B, L).
+
+        Returns:
+            how many items were dropped because their episode is gone.
         """
+        each, of = self._folders_of(columns)
+        t = columns[:, -1] if columns.shape[1] - self.by_folder == 2 else None
+        return self._leaves.update(each, of, columns[:, int(self.by_folder)], t, errors)
+
+    def get(self, columns: IntArray) -> FloatArray:
+        """(B,) the priorities of steps, 0 where one is gone. Raises as `StepLeaves.get`."""
+        return self._leaves.get(*self._folders_of(columns), columns[:, -2], columns[:, -1])
+
+    def _folders_of(self, columns: IntArray) -> tuple[Sequence[Priorities | None], IntArray | None]:
+        """The priorities of folders, None for one that is not there; (B,) in which of them an item is."""
+        if not self.by_folder:
+            return [*self._opened.values()] or [self.of(self._folders.storages[0])], None
         places = self._folders.places(columns[:, 0])
-        if places is None:
-            return None
-        storages, of = places
-        with self._opening.lock:
-            each = [self._opened.get(storage) for storage in storages]
-        return self._several.update(each, of, columns[:, 1], columns[:, 2], errors)
+        if places is not None:
+            storages, of = places
+            with self._opening.lock:
+                each = [self._opened.get(storage) for storage in storages]
+            if None not in [each[i] for i in np.flatnonzero(np.bincount(of)).tolist()]:
+                return each, of
+        numbers, of = np.unique(columns[:, 0], return_inverse=True)
+        return [self._numbered(number) for number in numbers.tolist()], of
 
     def open(self) -> None:
         """Open the priorities of every folder, or of none. Raises as `of`."""
@@ -117,7 +127,7 @@ class NamedPriorities:
 
     def require_episodes(self, indices: Array) -> None:
         """Raise SchemaError where numbers of one axis, which are serials, are rather positions of steps."""
-        if indices.ndim == 1 and self.drawn == {False}:
+        if self.drawn == {False}:
             raise SchemaError(
                 f"update_priorities: got indices {indices.shape}, the serials of whole episodes, where only steps were "
                 f"drawn by the priorities {self._name!r}; give `_indices` (B, 2) of the batch as they are, or serials "
@@ -132,12 +142,7 @@ class NamedPriorities:
             if self._find(number) is None and not 0 <= number <= (highest := int(self._folders.numbers.max())):
                 raise SchemaError(f"priorities: got folder {number}, expected one from 0 to {highest}")
 
-    @property
-    def only(self) -> Priorities:
-        """The priorities of the one folder."""
-        return self.of(self._folders.storages[0])
-
-    def numbered(self, number: int) -> Priorities | None:
+    def _numbered(self, number: int) -> Priorities | None:
         """The priorities of the folder of that number, None if it was removed, or is not there yet."""
         storage = self._find(number)
         if storage is None or storage.withdrawn:
@@ -147,7 +152,7 @@ class NamedPriorities:
         except WriterLostError:
             if not self._are_others_than((storage,)):
                 raise
-            return self.numbered(number)
+            return self._numbered(number)
 
     def _are_others_than(self, storages: Sequence[Storage]) -> bool:
         """Whether some of the folders were removed, or made anew, since they were looked at."""
@@ -163,9 +168,11 @@ class NamedPriorities:
 
     def use(self, how: Prioritized) -> None:
         """Go on with another α or ε, see `Priorities.use`, and another clip of errors."""
-        self._alpha, self._epsilon, self.error_clip = how.alpha, how.epsilon, how.error_clip
+        scale = self._alpha, self._epsilon = how.alpha, how.epsilon
+        self.error_clip = how.error_clip
         for priorities in list(self._opened.values()):  # another thread may open more
-            priorities.use(alpha=how.alpha, epsilon=how.epsilon)
+            if SCALE(priorities) != scale:
+                priorities.use(alpha=how.alpha, epsilon=how.epsilon)
 
     def checkpoint(self) -> None:
         """Wait until they are on the disk."""
@@ -209,12 +216,16 @@ class PrioritizedDraws:
         self._weights = weights
         self._quota = None if weights is None else Quota(weights)
         self._shared = 0
-        self._by_storage: dict[Storage, AnyPriorities] = {}
-        self._several = SeveralAnchors()
+        self._by_storage: dict[Storage, AnchorPriorities] = {}
+        self._leaves = SeveralAnchors(reader.folders.single)
         self._followed: tuple[Index, IntArray, list[tuple[Storage, Runs, bool]]] | None = None
         # The priorities of each folder, and that by which they were followed: without a change they need no look each.
-        self._current: tuple[tuple[Index, tuple[EpisodeTable, ...], list[int]] | None, list[AnyPriorities]] = None, []
+        self._current: tuple[tuple[Index, tuple[EpisodeTable, ...], list[int]] | None, list[AnchorPriorities]] = (
+            None,
+            [],
+        )
         self._turn = Turn()
+        self._only = reader.folders.storages[0] if reader.folders.single else None
 
     def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Columns:
         """The next batch; see `draw`."""
@@ -241,13 +252,18 @@ class PrioritizedDraws:
                 self._priorities.use(self.how)
                 self._priorities.drawn.add(self.reader.selection.view.per_episode)
             steps = self._steps_of_one()
-            with nullcontext() if steps is None else steps.lock:
-                # What is drawn from must be what was followed: others add steps, and update them.
-                numbers, each_folder = self._follow(steps)
-                places, (slot, serial, t, priority), shares, shown_at = self._draw(each_folder, batch_size, rng, alone)
+            if steps is None:
+                numbers, each = self._follow()
+                draw = partial(self._draw, each, batch_size, rng, alone)
+                places, (slot, serial, t, priority), shares, shown_at = self._leaves.over(each, draw)
+            else:
+                with steps.lock:  # what is drawn from must be what was followed: others add steps, and update them
+                    numbers, each = self._follow(steps)
+                    self._leaves.look(each)
+                    places, (slot, serial, t, priority), shares, shown_at = self._draw(each, batch_size, rng, alone)
             probability = priority * shares[0 if places is None else places]
             beta = self.how.beta_at(self.num_drawn if number is None else number)
-            weight = self._weigh(probability, beta, each_folder, shares)
+            weight = self._weigh(probability, beta, each, shares)
             self.num_drawn += not alone
         folder = None if places is None else numbers[places]
         anchors = Anchors(folder, slot, serial, t, weight.astype(np.float32), probability)
@@ -260,11 +276,11 @@ class PrioritizedDraws:
 
         What takes other locks, or long, is done here: they are opened, and items that no episode tells of are found.
         """
-        if not self.reader.folders.single or self._priorities is None:
+        if self._only is None or self._priorities is None:
             return None
         if not self.reader.selection.by_episode:
             self.reader.index(refresh=True)
-        return self._priorities.of(self.reader.folders.storages[0])
+        return self._priorities.of(self._only)
 
     def share(self, ranks: Ranks) -> None:
         """Have these ranks draw by the same priorities from now on."""
@@ -279,20 +295,17 @@ class PrioritizedDraws:
         """The items that can be drawn."""
         return len(self.reader.index(refresh=True))
 
-    def _follow(self, steps: Priorities | None = None) -> tuple[IntArray, list[AnyPriorities]]:
+    def _follow(self, steps: Priorities | None = None) -> tuple[IntArray, list[AnchorPriorities]]:
         """The numbers of the folders, and the priorities of the anchors of each, as of now; steps: of the only one."""
-        if self.reader.folders.single and self.reader.selection.by_episode:
-            priorities = self._followed_by(self.reader.folders.storages[0], None, steps=steps)
-            if not priorities.count:
-                raise self.reader.nothing_to_read()
-            return _ONE, [priorities]
+        if self._only is not None and self.reader.selection.by_episode:
+            return _ONE, [self._followed_by(self._only, None, steps=steps)]
         index = self.reader.index(refresh=True)
         if self._followed is None or self._followed[0] is not index:
             self._followed = self._look(index)
         _, places, followed = self._followed
         now = index, self.reader.folders.tables, [*map(_NUM_DAMAGED, self.reader.folders.storages)]
         before, each = self._current
-        alone = self.reader.folders.single or self.reader.frozen
+        alone = self._only is not None or self.reader.frozen
         if alone or now != before or not all(map(_SETTLED, each)):
             self._current = None, []
             try:
@@ -308,12 +321,10 @@ class PrioritizedDraws:
         """The index, its folders by number, and of each the runs of its anchors and whether these are all steps."""
         self.reader.require(index)
         gone = self._by_storage.keys() - set(self.reader.folders.storages)
-        if gone:
-            self._by_storage = {
-                storage: priorities for storage, priorities in self._by_storage.items() if storage not in gone
-            }
-            if self._priorities is not None:
-                self._priorities.prune()
+        for removed in gone:
+            del self._by_storage[removed]
+        if gone and self._priorities is not None:
+            self._priorities.prune()
         numbers, there = [], []
         for (number, id, table), runs in index.by_folder():
             storage = self.reader.folders.numbered(number) if id else None
@@ -323,82 +334,70 @@ class PrioritizedDraws:
         return index, np.array(numbers), there
 
     def _followed_by(
-        self, storage: Storage, runs: Runs | None, by_step: bool = True, *, steps: Priorities | None = None
-    ) -> AnyPriorities:
+        self, storage: Storage, runs: Runs | None, every_step: bool = True, *, steps: Priorities | None = None
+    ) -> AnchorPriorities:
         """The priorities of the anchors of a folder, as of now.
 
         Args:
             storage: the folder.
             runs: of its anchors; None where they are to be found slot by slot.
-            by_step: every step is an anchor, where `runs` are given.
+            every_step: each step is an anchor, where `runs` are given.
             steps: the priorities of its steps, if they are open; with a lock that is held nothing may be opened.
         """
-        priorities, how = self._by_storage.get(storage), self.how
-        if isinstance(priorities, AnchorPriorities):
-            priorities.follow(runs, later=runs is not None and not self.reader.folders.single)
-            return priorities
-        if priorities is not None and by_step and priorities.follow(runs):
-            return priorities
-        if steps is None and self._priorities is not None:
-            steps = self._priorities.of(storage)
-        selection = self.reader.selection
-        cut = None if runs is not None else partial(selection.runs_of, 0, storage)
-        priorities = None
-        if by_step and self._by_step and steps is not None:
+        priorities = self._by_storage.get(storage)
+        if priorities is None:
+            if steps is None and self._priorities is not None:
+                steps = self._priorities.of(storage)
+            selection = self.reader.selection
+            cut = None if runs is not None else partial(selection.runs_of, 0, storage)
             by_steps = selection.by_steps(storage.layout.schema)
-            anchors = None if cut is None else SlotAnchors(storage, selection.view.stride, cut, by_steps=by_steps)
-            priorities = self._by_storage[storage] = StepPriorities(steps, anchors)
-            if priorities.follow(runs):
-                return priorities
-        # From now on, whatever comes: to make it takes one look at every step.
-        priorities = self._by_storage[storage] = AnchorPriorities(
-            storage, steps, how, selection.view, cut, by_steps=selection.by_steps(storage.layout.schema)
-        )
-        priorities.follow(runs)
+            priorities = self._by_storage[storage] = AnchorPriorities(
+                storage, steps, self.how, selection.view, cut, by_steps=by_steps, every_step=every_step
+            )
+        priorities.follow(runs, every_step=every_step, later=runs is not None and self._only is None)
         return priorities
 
-    @property
-    def _by_step(self) -> bool:
-        """Whether each anchor is another, has the priority of its step, and none lies before step 0."""
-        view, how = self.reader.selection.view, self.how
-        by_step = not (view.per_episode or view.repeats or int(getattr(view, "pad_before", 0)))
-        return by_step and how.reduce in (None, "first") and how.variant == "proportional" and how.weight_field is None
-
     def _draw(
-        self, each_folder: list[AnyPriorities], batch_size: int, rng: np.random.Generator, alone: bool
+        self, each: list[AnchorPriorities], batch_size: int, rng: np.random.Generator, alone: bool
     ) -> tuple[IntArray | None, Drawn, FloatArray, int | None]:
         """The draw.
 
         Returns: (the place of each item's folder, or None; the anchors; the probability of a priority of 1 in each
             folder; the change counter of the one folder at which all of them were shown, where it is known).
         """
-        reader = self.reader
-        if reader.folders.single:
-            (only,) = each_folder
-            tells = reader.folders.storages[0].tells_by_counter
-            current = tells and not (reader.selection.random or reader.selection.mixes)
-            total = self._require_some(only.total)
-            drawn = only.find(spread(batch_size, total, rng, stratified=self.how.stratified))
-            return None, drawn, np.array([1 / total]), only.shown_at if current else None
-
-        def draw() -> tuple[IntArray, Drawn, FloatArray, None]:
-            places, values, shares = self._choose(self._several.totals(), batch_size, rng, alone)
-            return places, self._several.find(places, values), shares, None
-
-        return self._several.over(each_folder, draw)
+        totals = None if self._only is not None else self._leaves.trees.totals()
+        total = self._leaves.trees.trees[0].total if totals is None else float(np.add.reduce(totals))
+        if not total > 0:
+            if not any(priorities.count for priorities in each):
+                raise self.reader.nothing_to_read()
+            path = self.reader.folders.storages[0].path
+            raise NotEnoughDataError(f"{path}: nothing to draw: every item has priority 0", episodes=0)
+        places: IntArray | None = None
+        if totals is not None:
+            places, values, shares = self._choose(totals, total, batch_size, rng, alone)
+        else:
+            shares = np.array([1 / total])
+            values = spread(batch_size, total, rng, stratified=self.how.stratified)
+        drawn = self._leaves.find(places, values)
+        selection, shown_at = self.reader.selection, None
+        if places is None and not (selection.random or selection.mixes) and each[0].storage.tells_by_counter:
+            shown_at = each[0].shown_at
+        return places, drawn, shares, shown_at
 
     def _choose(
-        self, totals: FloatArray, batch_size: int, rng: np.random.Generator, alone: bool
+        self, totals: FloatArray, total: float, batch_size: int, rng: np.random.Generator, alone: bool
     ) -> tuple[IntArray, FloatArray, FloatArray]:
         """(B,) in which folder each item is, (B,) at which value of its sum, and the third of `_draw`."""
-        total, stratified = self._require_some(float(totals.sum())), self.how.stratified
+        stratified = self.how.stratified
         if self._weights is None:
             values = spread(batch_size, total, rng, stratified=stratified)
             ends = totals.cumsum()
             places = np.minimum(ends.searchsorted(values, "right"), totals.nonzero()[0][-1])
             within = np.minimum(np.maximum(values - (ends - totals).take(places), 0), totals.take(places))
             return places, within, np.full(len(totals), 1 / total)
-        self._require_all(totals)
+        for number in np.flatnonzero(totals == 0).tolist():
+            path = self.reader.folders.storages[number].path
+            raise NotEnoughDataError(f"{path}: folder {number} has nothing to give its share of a batch", folder=number)
         begin = 0 if alone else self._shared
         self._shared += 0 if alone else batch_size
         places, _ = (self._quota or Quota(self._weights)).turns(np.arange(begin, begin + batch_size))
@@ -409,19 +408,8 @@ class PrioritizedDraws:
         shares = np.asarray(self._weights, np.float64) / np.sum(self._weights) / totals
         return places, np.minimum(values, totals[places]), shares
 
-    def _require_some(self, total: float) -> float:
-        if not total > 0:
-            path = self.reader.folders.storages[0].path
-            raise NotEnoughDataError(f"{path}: nothing to draw: every item has priority 0", episodes=0)
-        return total
-
-    def _require_all(self, totals: FloatArray) -> None:
-        for number in np.flatnonzero(totals == 0).tolist():
-            path = self.reader.folders.storages[number].path
-            raise NotEnoughDataError(f"{path}: folder {number} has nothing to give its share of a batch", folder=number)
-
     def _weigh(
-        self, probability: FloatArray, beta: float, each_folder: list[AnyPriorities], shares: FloatArray
+        self, probability: FloatArray, beta: float, each_folder: list[AnchorPriorities], shares: FloatArray
     ) -> FloatArray:
         """Importance weights (B,), normalised as `how` says. Source: Schaul et al. 2016, section 3.4."""
         if self.how.normalize is None:
@@ -479,14 +467,18 @@ def update_priorities(priorities: NamedPriorities, gathered: tuple[list[tuple[In
         how many of this rank's items were dropped because their episode is gone.
     """
     every, mine = gathered
-    return [_updated(priorities, *rank_errors) for rank_errors in every][mine]
+    dropped = [0] * len(every)
+    for rank, rank_errors in enumerate(every):
+        dropped[rank] = priorities.update(*rank_errors)
+    return dropped[mine]
 
 
 def _checked(priorities: NamedPriorities, indices: Any, td_errors: Any) -> tuple[IntArray, FloatArray]:
     """The columns of items, and their errors as these count."""
     indices, td_errors = to_numpy(indices), to_numpy(td_errors)
     columns = _columns(priorities, indices, "update_priorities")
-    priorities.require_episodes(indices)
+    if indices.ndim == 1:
+        priorities.require_episodes(indices)
     if td_errors.shape[:1] != columns.shape[:1] or td_errors.ndim > 2 or td_errors.dtype.kind not in "fiu":
         raise SchemaError(
             f"update_priorities: got errors {td_errors.dtype} {td_errors.shape} of {len(columns)} items, expected (B,) "
@@ -494,19 +486,6 @@ def _checked(priorities: NamedPriorities, indices: Any, td_errors: Any) -> tuple
         )
     errors = np.asarray(td_errors, np.float64)
     return columns, errors if priorities.error_clip is None else np.clip(errors, *priorities.error_clip)
-
-
-def _updated(priorities: NamedPriorities, columns: IntArray, errors: FloatArray) -> int:
-    if not priorities.by_folder:
-        return _update(priorities.only, columns, errors)
-    if errors.ndim == 1 and columns.shape[1] == 3:
-        together = priorities.update(columns, errors)
-        if together is not None:
-            return together
-    dropped = 0
-    for mine, folder_priorities, part in _by_folder(priorities, columns):
-        dropped += len(part) if folder_priorities is None else _update(folder_priorities, part, errors[mine])
-    return dropped
 
 
 def read_priorities(priorities: NamedPriorities, indices: Array) -> FloatArray:
@@ -525,11 +504,7 @@ def read_priorities(priorities: NamedPriorities, indices: Array) -> FloatArray:
     columns = _columns(priorities, indices, "priorities")
     if columns.shape[1] - priorities.by_folder != 2:
         raise SchemaError(f"priorities: got indices of shape {indices.shape}, expected `_indices`, of steps")
-    out = np.zeros(len(columns))
-    for mine, folder_priorities, part in _by_folder(priorities, columns):
-        if folder_priorities is not None:
-            out[mine] = folder_priorities.get(part[:, 0], part[:, 1])
-    return out
+    return priorities.get(columns)
 
 
 def _columns(priorities: NamedPriorities, indices: Array, what: str) -> IntArray:
@@ -543,30 +518,3 @@ def _columns(priorities: NamedPriorities, indices: Array, what: str) -> IntArray
     if priorities.by_folder:
         priorities.require(columns[:, 0])
     return np.asarray(columns, np.int64)
-
-
-def _by_folder(priorities: NamedPriorities, columns: IntArray) -> Iterator[tuple[Any, Priorities | None, IntArray]]:
-    """(which items, the priorities of their folder or None where it was removed, their columns without the folder)."""
-    if not priorities.by_folder:
-        yield slice(None), priorities.only, columns
-        return
-    for number in np.unique(columns[:, 0]).tolist():
-        mine = columns[:, 0] == number
-        yield mine, priorities.numbered(number), columns[mine, 1:]
-
-
-def _update(priorities: Priorities, columns: IntArray, errors: FloatArray) -> int:
-    serials, whole = columns[:, 0], columns.shape[1] == 1
-    start = np.zeros_like(serials) if whole else columns[:, 1]
-    if errors.ndim == 1 and not whole:
-        return priorities.update(serials, start, errors)
-    lengths, here = priorities.lengths_of(serials)
-    if errors.ndim == 1:
-        serials = np.repeat(serials, lengths)
-        t = np.arange(len(serials)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        priorities.update(serials, t, np.repeat(errors, lengths))
-    else:
-        t = start[:, None] + np.arange(errors.shape[1])
-        inside = (t >= 0) & (t < lengths[:, None])
-        priorities.update(np.broadcast_to(serials[:, None], t.shape)[inside], t[inside], errors[inside])
-    return int((~here).sum())

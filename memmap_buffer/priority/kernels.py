@@ -5,7 +5,7 @@ step is taken for all items of a batch, so that their cache misses overlap.
 
 They are loaded when something is first drawn by priority. Their machine code is kept beside this file, or where
 `NUMBA_CACHE_DIR` says, so that only the first process of an installation waits until they are compiled. That code is
-known by this file alone: whatever the loops go by must stand here.
+num_serials by this file alone: whatever the loops go by must stand here.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ def compiled() -> Kernels | None:
         return None
     floats, integers, integer, yes = numba.float64[::1], numba.int64[::1], numba.int64, numba.boolean
     any_integers = integers.copy(layout="A", readonly=True)  # strided and read-only arrays too
-    chosen, values, begins = integers.copy(readonly=True), floats.copy(readonly=True), numba.int64[:, ::1]
+    chosen, values, places = integers.copy(readonly=True), floats.copy(readonly=True), numba.int64[:, ::1]
+    words, begins = chosen, places
     signatures = {
         accumulate: numba.void(floats, floats),
         find: yes(floats, floats, values, integers, floats),
         put: numba.void(floats, integer, chosen, values),
-        locate: yes(integers, integer, integers, integers, integers, integers),
-        leaves: yes(any_integers, any_integers, integer, any_integers, integers, integer, integers),
+        locate: yes(words, places, chosen, chosen, integers, integers, integers),
+        leaves: yes(words, places, chosen, any_integers, any_integers, integers, integers),
         find_in: numba.void(floats, begins, integers, chosen, integers, floats),
         put_in: numba.void(floats, begins, integers, chosen, chosen, values),
     }
@@ -134,39 +135,50 @@ def put(heap: Any, top: int, leaves: Any, priorities: Any) -> None:
             heap[node] = lower + ((heap[high] + heap[high + 1]) + (heap[high + 2] + heap[high + 3]))
 
 
-def locate(leaves: Any, per_slot: int, pairs: Any, slots: Any, serials: Any, t: Any) -> bool:
-    """Whose steps leaves (B,) are, where each slot has `per_slot`; False where one is not shown.
+def locate(memory: Any, places: Any, of: Any, leaves: Any, slots: Any, serials: Any, t: Any) -> bool:
+    """Whose steps leaves (B,) are; False where one is none.
 
     Args:
-        pairs: (2 * slots,) of each slot the serial + 1 and which steps are shown: start | stop << 32.
+        memory: all words. places: (8, folders) the numbers of `leaves.Place`. of: (B,) in which folder each leaf is.
         slots, serials, t: (B,) to be filled.
     """
     for i in range(len(leaves)):
+        per_slot, before, count, pairs = places[0, of[i]], places[1, of[i]], places[2, of[i]], places[3, of[i]]
         slot = leaves[i] // per_slot
-        if slot < 0 or 2 * slot >= len(pairs):
+        if slot < 0 or slot >= count:
             return False
-        shown, at = pairs[2 * slot + 1], leaves[i] - slot * per_slot
-        if at < (shown & 0xFFFFFFFF) or at >= (shown >> 32 & 0xFFFFFFFF):
+        shown, at = memory[pairs + 2 * slot + 1], leaves[i] - slot * per_slot - before
+        if max(at, 0) < (shown & 0xFFFFFFFF) or at >= (shown >> 32 & 0xFFFFFFFF):
             return False
-        slots[i], serials[i], t[i] = slot, pairs[2 * slot] - 1, at
+        slots[i], serials[i], t[i] = slot, memory[pairs + 2 * slot] - 1, at
     return True
 
 
-def leaves(serials: Any, t: Any, oldest: int, visible: Any, pairs: Any, per_slot: int, out: Any) -> bool:
-    """The leaves (B,) of steps; False where one is not shown.
+def leaves(memory: Any, places: Any, of: Any, serials: Any, t: Any, slots: Any, out: Any) -> bool:
+    """The slots and leaves (B,) of steps; False where one is none, or serials do not follow one another.
 
     Args:
-        oldest: the serial of the first of `visible` (E,), the slots of episodes whose serials follow one another.
-        pairs: as for `locate`.
+        memory, places, of: as for `locate`.
+        slots, out: (B,) to be filled.
     """
     for i in range(len(serials)):
-        if serials[i] < oldest or serials[i] - oldest >= len(visible):
+        pairs, shown, order = places[3, of[i]], places[4, of[i]], places[5, of[i]]
+        oldest, num_serials = places[6, of[i]], places[7, of[i]]
+        if (
+            serials[i] < oldest
+            or serials[i] - oldest >= num_serials
+            or memory[shown + serials[i] - oldest] != serials[i]
+        ):
             return False
-        slot = visible[serials[i] - oldest]
-        shown = pairs[2 * slot + 1]
-        if pairs[2 * slot] != serials[i] + 1 or t[i] < (shown & 0xFFFFFFFF) or t[i] >= (shown >> 32 & 0xFFFFFFFF):
+        slot = memory[order + serials[i] - oldest]
+        steps = memory[pairs + 2 * slot + 1]
+        if (
+            memory[pairs + 2 * slot] != serials[i] + 1
+            or t[i] < (steps & 0xFFFFFFFF)
+            or t[i] >= (steps >> 32 & 0xFFFFFFFF)
+        ):
             return False
-        out[i] = slot * per_slot + t[i]
+        slots[i], out[i] = slot, slot * places[0, of[i]] + places[1, of[i]] + t[i]
     return True
 
 

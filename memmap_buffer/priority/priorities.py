@@ -9,23 +9,24 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from operator import attrgetter, methodcaller
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from memmap_buffer.dtypes import FloatArray, all_of, any_of
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.journal import Journal
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import address_of, bytes_at, memory, process_id, renew_after_fork
+from memmap_buffer.format.syscalls import process_id, renew_after_fork
+from memmap_buffer.priority.leaves import NO_EPISODES, Leaves, Packed, Place, Row, where
 from memmap_buffer.priority.options import Prioritized
-from memmap_buffer.priority.sum_tree import MAX_PRIORITY, WIDTH, SumTree, SumTrees, with_zeros
+from memmap_buffer.priority.sum_tree import MAX_PRIORITY, SumTree, by_tree, with_zeros
 from memmap_buffer.priority.tree_file import TreeFile, steps_in
 
 REMEMBERED = 4096  # changes that a tree of anchors may be behind
@@ -35,12 +36,9 @@ _open: weakref.WeakValueDictionary[tuple[tuple[int, int], str, int], Priorities]
 _opening = Turn()  # of all of them: two threads that draw for the first time share a tree
 _numbers = count()
 _NUMBER, _LOCK, _RELEASE = attrgetter("number"), attrgetter("lock"), methodcaller("release")
-_SCALE = attrgetter("_file.alpha", "_file.epsilon")
+SCALE = attrgetter("_file.alpha", "_file.epsilon")  # (α, ε) of priorities, without a call
 
 T = TypeVar("T")
-
-# Of one folder: the tree; numbers, some of which say where arrays lie; these arrays, which are to be held meanwhile.
-Row: TypeAlias = tuple[SumTree, tuple[int, ...], tuple[IntArray, ...]]
 
 
 class Highest:
@@ -62,8 +60,9 @@ class Priorities:
     Attributes:
         changes: (slots, t, or None for all their steps) of the last of `num_changes`, after `keep_changes`.
         number: of this object in the process; whoever takes several of the locks does so in this order.
-        stamp: another one whenever the arrays may be others, or have others' steps.
-        followed_to: the change counter of the folder to which they were followed; None in the middle of it.
+        stamp: another one whenever the arrays may be others, or their length.
+        at: the journal to which they were followed, its mark and its version; None where some slots may still have
+            leaves as they were before.
         num_steps: steps that can be drawn.
     """
 
@@ -76,12 +75,10 @@ class Priorities:
         renew_after_fork(self)
         self._users = 0
         self._highest: weakref.WeakSet[Highest] = weakref.WeakSet()
-        self._journal: Journal | None = None  # of the storage, once they were followed
-        self._mark = 0  # likewise
-        self._order: IntArray = np.empty((2, 0), np.int64)  # (2, n) serials, ascending, and slots; some may be gone
-        self.followed_to: int | None = None
+        self._order = self._journal_order = NO_EPISODES  # (2, n) serials, ascending, and slots; some may be gone
+        self._listed: tuple[Any, ...] = ()  # which part of the journal's order that is
+        self.at: tuple[Journal, int, int | None] | None = None
         self.num_steps = 0
-        self._unfinished = True  # whether some slots may still have leaves as they were before
 
     def renew(self) -> None:
         """In a forked child: another thread may have been drawing, or updating."""
@@ -194,16 +191,6 @@ class Priorities:
         """The sums over `leaves`; to be read after `follow`."""
         return self._file.tree
 
-    @property
-    def plain(self) -> bool:
-        """Whether the tree can be one of `SumTrees`, and every slot has as many leaves."""
-        return self.storage.layout.rows is None and self.tree.leaves >= WIDTH and not self.tree.minima
-
-    @property
-    def pair_words(self) -> IntArray:
-        """(2 * slots,) of each slot the serial + 1, 0 for none, and which steps have a leaf: start | stop << 32."""
-        return self._file.pair_words
-
     def serials_of(self, slots: IntArray) -> IntArray:
         """(B,) of the episodes in slots (B,), -1 for none."""
         serials: IntArray = self._file.pair_words.take(2 * slots)
@@ -216,58 +203,20 @@ class Priorities:
 
     def leaves(self, slots: IntArray, t: IntArray) -> IntArray:
         """The leaves of steps (B,)."""
-        return self._file.storage.first_row(slots, False) + t
+        return self._file.leaves_of(slots, t)
 
-    def find(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
-        """(slots, serials, t, priorities) of the steps (B,) at values of the cumulative sum; made anew if damaged.
-
-        Raises:
-            NotEnoughDataError: every priority is 0.
-        """
+    def mend(self) -> None:
+        """Make the tree anew of its leaves, as a draw has met sums that are damaged."""
         with self.lock:
-            drawn = self._at(values)
-            if drawn is None:
-                self._load("its sums are damaged")
-                self.follow()
-                if not self.tree.total:
-                    text = f"{self.storage.path}: nothing to draw: every item has priority 0"
-                    raise NotEnoughDataError(text, episodes=0)
-                drawn = self._at(np.minimum(values, self.tree.total))
-            assert drawn is not None
-            return drawn
-
-    def _at(self, values: FloatArray) -> tuple[IntArray, IntArray, IntArray, FloatArray] | None:
-        """None where a value leads to a leaf that is no step, as the sums are damaged."""
-        file = self._file
-        layout, tree = file.storage.layout, file.tree
-        leaves, priorities = tree.find(values)
-        if tree.loops is not None and layout.rows is None:
-            slots, serials, t = np.empty((3, len(leaves)), np.int64)
-            there = tree.loops.locate(leaves, layout.max_timesteps, file.pair_words, slots, serials, t)
-        else:
-            inside = np.minimum(leaves, file.leaves - 1)
-            slots, t = self._steps(inside)
-            (start, stop), serials = file.steps_of(slots), self.serials_of(slots)
-            there = all_of((t >= start) & (t < stop) & (inside == leaves))
-        return (slots, serials, t, priorities) if there and all_of(priorities > 0) else None
-
-    def _steps(self, leaves: IntArray) -> tuple[IntArray, IntArray]:
-        storage = self._file.storage
-        if storage.layout.rows is None:
-            slots = leaves // storage.layout.max_timesteps
-            return slots, leaves - slots * storage.layout.max_timesteps
-        visible = storage.table.visible
-        first = storage.first_row(visible, False)
-        order = np.argsort(first, kind="stable")
-        slots = visible[order][np.maximum(np.searchsorted(first[order], leaves, side="right") - 1, 0)]
-        return slots, leaves - storage.first_row(slots, False)
+            self._load("its sums are damaged")
+            self.follow()
 
     # Changing
 
     @property
     def settled(self) -> bool:
         """Whether `follow` has nothing to do unless the folder changes."""
-        return self._file.whole and not self._unfinished
+        return self._file.whole and self.at is not None
 
     def follow(self) -> None:
         """Take in the episodes that were published or retired since; without any, one look at the change counter.
@@ -277,100 +226,30 @@ class Priorities:
             OSError: the disk is full.
         """
         storage = self._file.storage
-        journal = storage.journal
-        same = journal is self._journal and journal.is_current(storage, self._mark)
-        if not same or self._unfinished or not self._file.whole:
-            with self.lock:
-                self.stamp += 1  # before anything is another, as it may be interrupted
-                if not self._file.whole:
-                    self._load()
-                every, self._unfinished, self.followed_to = self._unfinished, True, None
-                with journal.lock:
-                    change = journal.follow(storage, self._mark if journal is self._journal else 0)
-                    every |= change.slots is None
-                    slots = np.arange(len(self._file.pairs)) if every else change.slots
-                    pairs = journal.pairs(slots)  # type: ignore[arg-type]
-                    self._order = journal.order[:, journal.head : journal.tail]
-                    version, self.num_steps = journal.version, journal.num_steps
-                self._enter(slots, pairs)  # type: ignore[arg-type]
-                self._journal, self._mark, self.followed_to = journal, change.mark, version
-                self._unfinished = False
-
-    def update(self, serials: IntArray, t: IntArray, td_errors: FloatArray) -> int:
-        """Give steps the priorities of their errors.
-
-        Args:
-            serials, t: (B,) int64; t below 0, where a window began before its episode, is step 0.
-            td_errors: (B,) δ; of a step that stands twice the last counts.
-
-        Returns:
-            how many were dropped because their episode is gone, or this step of it.
-
-        Raises:
-            SchemaError: an error is NaN, infinite or too large, or an episode has no such step.
-        """
-        raw, highest = self._raw(td_errors)
+        journal, at = storage.journal, self.at
+        if at is not None and at[0] is journal and self._file.whole and journal.is_current(storage, at[1]):
+            return
         with self.lock:
-            self.follow()
-            leaves, here = self._leaves_of(serials, t)
-            if here is not None:
-                raw = raw[here]
-                highest = float(raw.max(initial=0))
-            if len(leaves):
-                self._set(leaves, raw, highest)
-            return len(serials) - len(leaves)
+            if not self._file.whole:
+                self._load()
+            at, self.at = self.at, None
+            with journal.lock:
+                change = journal.follow(storage, at[1] if at is not None and at[0] is journal else 0)
+                slots = np.arange(len(self._file.pairs)) if change.slots is None else change.slots
+                pairs = journal.pairs(slots)
+                self._list(journal)
+                followed, self.num_steps = (journal, change.mark, journal.version), journal.num_steps
+            self._enter(slots, pairs)
+            self.at = followed
 
-    def _leaves_of(self, serials: IntArray, t: IntArray) -> tuple[IntArray, Any]:
-        """(the leaves of the steps that are there; (B,) whether each is, None for all). Raises SchemaError."""
-        file = self._file
-        layout, loops = file.storage.layout, file.tree.loops
-        if loops is not None and layout.rows is None and self._gapless:
-            leaves = np.empty(len(serials), np.int64)
-            shown, visible = self._order
-            pairs, oldest = file.pair_words, shown.item(0)
-            if loops.leaves(serials, t, oldest, visible, pairs, layout.max_timesteps, leaves):
-                return leaves, None
-        slots, here = self._places(serials)
-        start, stop = file.steps_of(slots)
-        t = np.maximum(t, 0)
-        outside = here & (t >= stop)
-        if any_of(outside):
-            raise _no_step(serials, t, stop, outside)
-        here &= t >= start
-        if not all_of(here):
-            slots, t = slots[here], t[here]
-        return self.leaves(slots, t), here
-
-    @property
-    def _gapless(self) -> bool:
-        """Whether the serials of `_order` follow one another."""
-        shown = self._order[0]
-        return len(shown) > 0 and shown.item(-1) - shown.item(0) == len(shown) - 1
-
-    def _places(self, serials: IntArray) -> tuple[IntArray, Any]:
-        """(slots, whether each episode (B,) has leaves there)."""
-        shown, slots = self._order
-        if not len(shown):
-            return np.zeros_like(serials), np.zeros(len(serials), np.bool_)
-        place = serials - shown.item(0) if self._gapless else np.searchsorted(shown, serials)
-        chosen = slots.take(place, mode="clip")
-        return chosen, self.serials_of(chosen) == serials
-
-    def lengths_of(self, serials: IntArray) -> tuple[IntArray, Any]:
-        """(the length of each episode (B,), 0 where it is gone; whether it is there)."""
-        with self.lock:
-            self.follow()
-            slots, here = self._places(serials)
-            return np.where(here, self._file.steps_of(slots)[1], 0), here
-
-    def get(self, serials: IntArray, t: IntArray) -> FloatArray:
-        """The priorities of steps (B,), 0 where one is gone. Raises SchemaError: an episode has no such step."""
-        with self.lock:
-            self.follow()
-            leaves, here = self._leaves_of(serials, t)
-            out = np.zeros(len(serials))
-            out[... if here is None else here] = self.tree.get(leaves) + 0.0  # which makes 0.0 of -0.0
-            return out
+    def _list(self, journal: Journal) -> None:
+        """Know the serials of the episodes, and their slots, as of now."""
+        listed = id(journal.order), journal.head, journal.tail, journal.num_steps > 0
+        if listed != self._listed:
+            self.stamp += 1  # before anything is another, as it may be interrupted
+            self._journal_order = journal.order  # held, so that no other one ever lies there
+            self._order = journal.order[:, journal.head : journal.tail] if journal.num_steps else NO_EPISODES
+            self._listed = listed
 
     def keep_changes(self) -> None:
         """From now on keep `changes`: up to 16 MB of memory, and a page fault an update."""
@@ -391,31 +270,8 @@ class Priorities:
             self.follow()
             self._file.checkpoint()
 
-    def _raw(self, td_errors: FloatArray) -> tuple[FloatArray, float]:
-        """(|δ| + ε, the highest of them)."""
-        raw: FloatArray = np.abs(td_errors)
-        raw += self._file.epsilon
-        highest = float(np.maximum.reduce(raw)) if len(raw) else 0.0
-        limit = MAX_PRIORITY ** (1 / max(1.0, self._file.alpha))
-        if not highest <= limit:  # true for NaN, too
-            i = np.flatnonzero(~(raw <= limit))[0]
-            raise SchemaError(f"td_errors[{i}]: got {td_errors[i]}, expected a finite number below {limit:.3g}")
-        return raw, highest
-
-    def _set(self, leaves: IntArray, raw: FloatArray, highest: float) -> None:
-        file = self._file
-        if not file.ready:
-            file.prepare(leaves)
-        powers = raw**file.alpha
-        file.begin()
-        file.tree.put(leaves, powers if file.epsilon > 0 else with_zeros(powers))
-        if highest > file.maximum:
-            self._raise(highest)
-        if self.changes.maxlen:  # before the end: of what is interrupted later nobody would be told
-            self._changed(*self._steps(leaves))
-        file.end()
-
-    def _raise(self, highest: float) -> None:
+    def rise_to(self, highest: float) -> None:
+        """The highest |δ| + ε so far is at least this from now on, here and in the other folders."""
         self._file.raise_maximum(highest)
         for each in self._highest:
             each.rise_to(highest)
@@ -426,15 +282,13 @@ class Priorities:
             self._file.raise_maximum(each.value)
         return self._file.default
 
-    def row(self) -> Row | None:
-        """For `Places`: where the pairs, the known serials and their slots lie, each as a number of eight bytes; the
-        first of these serials, how many there are; the leaves of a slot."""
-        shown, slots = self._order
-        if not self.plain or not len(shown):
-            return None
-        arrays = self._file.pair_words, shown, slots
-        at = (address_of(array) >> 3 for array in arrays)
-        return self.tree, (*at, shown.item(0), len(shown), self.storage.layout.max_timesteps), arrays
+    def row(self) -> Row:
+        """Where the leaves lie, and the serials of the episodes that have some."""
+        storage, (serials, order), pairs = self.storage, self._order, self._file.pair_words
+        packed = None if storage.layout.rows is None else Packed(storage, 0)
+        listed = where(serials), where(order), serials.item(0), len(serials)
+        place = Place(storage.layout.max_timesteps, 0, len(pairs) // 2, where(pairs), *listed)
+        return Row(self.tree, place, (pairs, serials, order), packed)
 
     def _enter(self, slots: IntArray, shown: list[tuple[int, int]] | IntArray) -> None:
         """Give leaves to the steps that slots show, and to no others of theirs; shown: `Journal.pairs`."""
@@ -459,26 +313,27 @@ class Priorities:
         if self.changes.maxlen:
             whole = other | (stop < had)
             if whole.any():
-                self._changed(slots[whole], None)
-            for leaves in file.blocks(slots[~whole], last[~whole], stop[~whole]):
-                self._changed(*self._steps(leaves))
+                self.tell(slots[whole], None)
+            for steps in file.blocks(slots[~whole], last[~whole], stop[~whole]):
+                self.tell(*steps)
 
     def _enter_few(self, slots: IntArray, pairs: list[tuple[int, int]]) -> bool:
         """`_enter` of slots that show a few steps more or fewer of the episodes that they had; False for others."""
         file = self._file
-        words, per_slot = file.pair_words, self.storage.layout.max_timesteps
-        gone: list[int] = []
-        come: list[int] = []
+        words = file.pair_words
+        gone: list[tuple[int, int]] = []
+        come: list[tuple[int, int]] = []
         for slot, (number, steps) in zip(slots.tolist(), pairs, strict=True):
             old, start, stop = words.item(2 * slot + 1), steps & 0xFFFFFFFF, steps >> 32
-            was, had, first = old & 0xFFFFFFFF, old >> 32 & 0xFFFFFFFF, slot * per_slot
+            was, had = old & 0xFFFFFFFF, old >> 32 & 0xFFFFFFFF
             if not number or words.item(2 * slot) != number or not was <= start <= had <= stop:
                 return False
-            gone += range(first + was, first + start)
-            come += range(first + had, first + stop)
+            gone += [(slot, t) for t in range(was, start)]
+            come += [(slot, t) for t in range(had, stop)]
         if not gone and not come:
             return True
-        leaves = np.array(gone + come)
+        at, t = np.array(gone + come).T
+        leaves = self.leaves(at, t)
         file.prepare(leaves)
         file.begin()
         self.tree.put(leaves, np.repeat([0.0, self._priority_of_new()], [len(gone), len(come)]))
@@ -486,17 +341,18 @@ class Priorities:
         file.put_pairs(slots)
         file.end()
         if self.changes.maxlen and come:
-            self._changed(*self._steps(leaves[len(gone) :]))
+            self.tell(at[len(gone) :], t[len(gone) :])
         return True
 
     def _replace(self, gone: Any, come: Any, slots: IntArray, pairs: IntArray) -> None:
         file = self._file
         for steps in (gone, come):  # a full disk is met before anything has changed
-            for leaves in file.blocks(*steps):
-                file.prepare(leaves)
+            for block in file.blocks(*steps):
+                file.prepare(self.leaves(*block))
         file.begin()
         for steps, priority in ((gone, 0.0), (come, self._priority_of_new())):
-            for leaves in file.blocks(*steps):
+            for block in file.blocks(*steps):
+                leaves = self.leaves(*block)
                 self.tree.put(leaves, np.full(len(leaves), priority))
         file.pairs[slots] = pairs
         file.put_pairs(slots)
@@ -509,10 +365,11 @@ class Priorities:
 
     def _all_changed(self) -> None:
         """The tree was made anew."""
-        self._unfinished = True
-        self._changed(np.arange(len(self._file.pairs)), None)
+        self.at = None
+        self.tell(np.arange(len(self._file.pairs)), None)
 
-    def _changed(self, slots: IntArray, t: IntArray | None) -> None:
+    def tell(self, slots: IntArray, t: IntArray | None) -> None:
+        """Keep for others that steps have other priorities."""
         self.changes.append((slots, t))
         self.num_changes += 1
 
@@ -544,167 +401,176 @@ def while_locked(each: Sequence[Priorities], work: Callable[[], T]) -> T:
             pass
 
 
-class Places:
-    """Where the arrays of several folders lie, so that one call reads from all.
+Work: TypeAlias = Callable[[dict[int, Priorities]], int]  # on the priorities of folders, by their numbers
 
-    Each folder's has a `row`, None where it is not plain; and a `stamp`, another one where that may be another. Whoever
-    reads holds the lock of what is read. The arrays are held, so that no address ever leads to what they are not.
 
-    Attributes:
-        rows: (F, N) the numbers of the folders' rows.
-        index: (F,) which of `trees` is that of each folder; -1 where it has no row.
-        trees: None where no folder has a row.
+class Steps(NamedTuple):
+    """Steps (K,) that are there: in which folder, slot, t, leaf; and a value of each, such as an error."""
+
+    of: IntArray | None
+    slots: IntArray
+    t: IntArray
+    leaves: IntArray
+    values: Any
+
+
+class StepLeaves(Leaves):
+    """The leaves of the steps of folders, whose priorities are read, and changed by errors.
+
+    Everywhere `each` are the priorities of the folders, `of` (B,) says in which of them an item is (None: in the only
+    one), and `serials` (B,) of which episode; it begins at step `t` (B,), or is a whole episode where that is None.
     """
 
-    def __init__(self) -> None:
-        self._seen: tuple[Sequence[Any], list[int]] = (), []  # the folders' and their stamps
-        self._rows: list[Row | None] = []
-        self.rows: IntArray = np.zeros((0, 0), np.int64)
-        self.index: IntArray = np.zeros(0, np.int64)
-        self.trees: SumTrees | None = None
-
-    def follow(self, each: Sequence[Any], locked: Iterable[int] | None = None) -> None:
-        """Look at those again that changed.
-
-        Args:
-            each: of the folders; None for one that is not there.
-            locked: which of them may be looked at, as this thread holds their locks; None for all.
-        """
-        looked = range(len(each)) if locked is None else list(locked)
-        stamps = [0 if (folder := each[i]) is None else folder.stamp for i in looked]
-        before, seen = self._seen
-        same = each is before or each == before
-        if same and stamps == (seen if locked is None else [seen[i] for i in looked]):
-            return
-        self._seen = (), []  # until all is done
-        if len(before) != len(each):
-            before, seen, self._rows = [None] * len(each), [0] * len(each), [None] * len(each)
-        for i, folder in enumerate(each):
-            if folder is not before[i]:
-                self._rows[i], seen[i] = None, -1
-        for i, stamp in zip(looked, stamps, strict=True):
-            if stamp != seen[i]:
-                folder = each[i]
-                self._rows[i], seen[i] = None if folder is None else folder.row(), stamp
-        plain = [i for i, row in enumerate(self._rows) if row is not None]
-        rows = [row for row in self._rows if row is not None]
-        trees = tuple(tree for tree, *_ in rows)
-        if self.trees is None or self.trees.trees != trees:
-            self.trees = SumTrees(trees) if trees else None
-        width = len(rows[0][1]) if rows else 0
-        self.rows = np.array([(0,) * width if row is None else row[1] for row in self._rows], np.int64)
-        self.index = np.full(len(each), -1)
-        self.index[plain] = np.arange(len(plain))
-        self._seen = each, seen
-
-
-class SeveralPriorities:
-    """The priorities of several folders, given errors by one call: a call for each would outweigh a batch.
-
-    All leaves are stored together. So of a process that is killed meanwhile all these trees are made anew of their
-    leaves, and not one.
-    """
-
-    def __init__(self) -> None:
-        self._places = Places()
-        self._memory = memory().view(np.int64)
+    def __init__(self, single: bool) -> None:
+        super().__init__(single)
         self._turn = Turn()
 
+    def get(self, each: Sequence[Any], of: IntArray | None, serials: IntArray, t: IntArray) -> FloatArray:
+        """The priorities of steps (B,), 0 where one is gone. Raises SchemaError: an episode has no such step."""
+        out = np.zeros(len(serials))
+
+        def read(_: Any) -> int:
+            steps, dropped = self._steps(of, serials, t, np.arange(len(serials)))
+            out[steps.values] = self.trees.get(steps.of, steps.leaves) + 0.0  # which makes 0.0 of -0.0
+            return dropped
+
+        self._while_held(each, of, read)
+        return out
+
     def update(
-        self, each: Sequence[Priorities | None], of: IntArray, serials: IntArray, t: IntArray, td_errors: FloatArray
-    ) -> int | None:
-        """`Priorities.update` of steps in several folders; where it raises, nothing was changed in any.
+        self, each: Sequence[Any], of: IntArray | None, serials: IntArray, t: IntArray | None, td_errors: FloatArray
+    ) -> int:
+        """Give steps the priorities of their errors; where it raises, nothing was changed in any folder.
+
+        All leaves are stored together. So of a process that is killed meanwhile all these trees are made anew of their
+        leaves, and not one.
 
         Args:
-            each: of the folders; None for one that is not open.
-            of: (B,) in which of them each step is.
+            td_errors: (B,) δ; or (B, L) of as many steps, of which those beyond the episode are ignored. Of a step that
+                stands twice the last counts.
 
         Returns:
-            how many were dropped; None where it has to be done folder by folder, as not all of these are plain.
+            how many items were dropped because their episode is gone, or of a step it.
+
+        Raises:
+            SchemaError: an error is NaN, infinite or too large, or an episode has no such step.
         """
-        touched = np.flatnonzero(np.bincount(of)).tolist()
-        mine = {i: priorities for i in touched if (priorities := each[i]) is not None}
-        if not mine or len(mine) < len(touched):
-            return None
-        work = partial(self._update, each, mine, of, serials, t, td_errors)
+        return self._while_held(each, of, partial(self._update, of, serials, t, td_errors))
+
+    def _while_held(self, each: Sequence[Any], of: IntArray | None, work: Work) -> int:
+        """Do something while the folders of items, by their numbers, are locked and followed."""
+        if of is None:
+            with self._turn.lock, each[0].lock:
+                return self._followed(each, {0: each[0]}, work)
+        chosen = np.flatnonzero(np.bincount(of)).tolist()
+        mine = {i: priorities for i in chosen if (priorities := each[i]) is not None}
+        if not mine:
+            return len(of)
         with self._turn.lock:
-            return while_locked(in_turn(mine.values()), work)
+            return while_locked(in_turn(mine.values()), partial(self._followed, each, mine, work))
+
+    def _followed(self, each: Sequence[Any], mine: dict[int, Priorities], work: Work) -> int:
+        for priorities in mine.values():
+            priorities.follow()
+        self.look(each, mine if len(mine) < len(each) else None)
+        return work(mine)
 
     def _update(
         self,
-        each: Sequence[Priorities | None],
-        mine: Mapping[int, Priorities],
-        of: IntArray,
+        of: IntArray | None,
         serials: IntArray,
-        t: IntArray,
+        t: IntArray | None,
         td_errors: FloatArray,
-    ) -> int | None:
-        """`update` of folders whose locks are held."""
-        for priorities in mine.values():
-            priorities.follow()
-        self._places.follow(each, mine)
-        index, alike = self._places.index.take(of), set(map(_SCALE, mine.values()))
-        if not all_of(index >= 0) or len(alike) > 1:
-            return None
-        leaves, here = self._leaves_of(of, serials, np.maximum(t, 0))
-        raw, _ = next(iter(mine.values()))._raw(td_errors)
-        if not all_of(here):
-            of, index, leaves, raw = of[here], index[here], leaves[here], raw[here]
-        if len(leaves):
-            self._set(mine, of, index, leaves, raw)
-        return len(serials) - len(leaves)
+        mine: dict[int, Priorities],
+    ) -> int:
+        """`update` of folders that are held."""
+        scales = {*map(SCALE, mine.values())}
+        if len(scales) > 1:
+            dropped = 0
+            for i, (items,) in by_tree(of, np.arange(len(serials))):
+                part = of[items], serials[items], None if t is None else t[items]  # type: ignore[index]
+                dropped += self._update(*part, td_errors[items], {i: mine[i]})
+            return dropped
+        steps, dropped = self._steps(of, serials, t, td_errors)
+        if len(steps.leaves):
+            self._set(mine, steps, *scales.pop())
+        return dropped
 
-    def _leaves_of(self, of: IntArray, serials: IntArray, t: IntArray) -> tuple[IntArray, Any]:
-        """(the leaves (B,), whether each step is there). Raises SchemaError: an episode has no such step."""
-        pairs, shown, order, oldest, number, per_slot = self._places.rows.take(of, axis=0).T
-        place = np.minimum(np.maximum(serials - oldest, 0), number - 1)  # there, where they follow one another
-        if not all_of(self._memory.take(shown + place) == serials):
-            place = self._last_up_to(serials, shown, number)
-        slots = self._memory.take(order + place)
-        pair = bytes_at(8 * pairs + 16 * slots, 16).view(np.int64).reshape(-1, 2)
-        here, (start, stop) = pair[:, 0] == serials + 1, steps_in(pair[:, 1])
+    def _steps(self, of: IntArray | None, serials: IntArray, t: IntArray | None, values: Any) -> tuple[Steps, int]:
+        """The steps of items that are there; how many items are not. Raises SchemaError: an episode has no such step.
+
+        Args: values: (B,) of each item, or (B, L) of as many steps from its first one on.
+        """
+        if t is None or values.ndim == 2:
+            return self._steps_of_items(of, serials, t, values)
+        loops = SumTree.loops
+        if loops is not None and not self._packed:
+            slots, leaves = np.empty((2, len(serials)), np.int64)
+            folders = np.zeros_like(slots) if of is None else np.ascontiguousarray(of)
+            if loops.leaves(self._memory, self._places, folders, serials, t, slots, leaves):
+                return Steps(of, slots, t, leaves, values), 0
+        t = np.maximum(t, 0)  # below 0, where a window began before its episode
+        slots, start, stop, here = self.glance(of, serials)
+        there = here & (t >= start) & (t < stop)
+        if all_of(there):
+            return Steps(of, slots, t, self.leaves(of, slots, t), values), 0
+        slots, start, stop, here = self.look_up(of, serials)
         outside = here & (t >= stop)
         if any_of(outside):
-            raise _no_step(serials, t, stop, outside)
-        return slots * per_slot + t, here & (t >= start)
+            i = np.flatnonzero(outside)[0]
+            raise SchemaError(f"update_priorities: episode {serials[i]} has steps 0 … {stop[i] - 1}, got {t[i]}")
+        there = np.flatnonzero(here & (t >= start))
+        of, slots, t = of if of is None else of[there], slots[there], t[there]
+        return Steps(of, slots, t, self.leaves(of, slots, t), values[there]), len(serials) - len(there)
 
-    def _last_up_to(self, values: IntArray, begin: IntArray, number: IntArray) -> IntArray:
-        """The place of the last of `number` ascending integers from `begin` on that is at most a value (B,); else 0."""
-        place = np.zeros_like(values)
-        step = 1 << int(number.max()).bit_length()
-        while step := step >> 1:
-            further = np.minimum(place + step, number - 1)
-            place = np.where(self._memory.take(begin + further) <= values, further, place)
-        return place
+    def _steps_of_items(
+        self, of: IntArray | None, serials: IntArray, t: IntArray | None, values: Any
+    ) -> tuple[Steps, int]:
+        """`_steps` of items of several."""
+        slots, start, stop, here = self.look_up(of, serials)
+        dropped = len(here) - int(np.count_nonzero(here))
+        item, t, values = _each_step(np.where(here, stop, 0), t, values)
+        there = np.flatnonzero(t >= start[item])
+        item, t = item[there], t[there]
+        of, slots = of if of is None else of[item], slots[item]
+        return Steps(of, slots, t, self.leaves(of, slots, t), values[there]), dropped
 
-    def _set(
-        self, mine: Mapping[int, Priorities], of: IntArray, index: IntArray, leaves: IntArray, raw: FloatArray
-    ) -> None:
-        trees, maxima = self._places.trees, np.zeros(len(self._places.index))
-        assert trees is not None
+    def _set(self, mine: dict[int, Priorities], steps: Steps, alpha: float, epsilon: float) -> None:
+        """Give steps of folders that are held the priorities of their errors."""
+        of, slots, t, leaves, td_errors = steps
+        raw: FloatArray = np.abs(td_errors)
+        raw += epsilon
+        highest, limit = float(np.maximum.reduce(raw)), MAX_PRIORITY ** (1 / max(1.0, alpha))
+        if not highest <= limit:  # true for NaN, too
+            i = np.flatnonzero(~(raw <= limit))[0]
+            raise SchemaError(f"td_errors[{i}]: got {td_errors[i]}, expected a finite number below {limit:.3g}")
+        maxima, listening = [0.0] * (max(mine) + 1), False
         for i, priorities in mine.items():
-            if not priorities._file.ready:
-                priorities._file.prepare(leaves[of == i])
-            maxima[i] = priorities._file.maximum
-        file = next(iter(mine.values()))._file
-        powers = raw**file.alpha
+            file = priorities._file
+            if not file.ready:
+                file.prepare(leaves if of is None else leaves[of == i])
+            maxima[i] = file.maximum
+            listening |= priorities.changes.maxlen != 0
+        powers = raw**alpha
         for priorities in mine.values():  # those that do not end are made anew
             priorities._file.begin()
-        trees.put(index, leaves, powers if file.epsilon > 0 else with_zeros(powers))
-        for i in np.unique(of[raw > maxima.take(of)]).tolist():
-            mine[i]._raise(float(raw[of == i].max()))
-        if any(priorities.changes.maxlen for priorities in mine.values()):
-            order = np.argsort(of, kind="stable")
-            slots, t = np.divmod(leaves, self._places.rows[:, -1].take(of))
-            slots, t, ends = slots[order], t[order], np.bincount(of, minlength=len(maxima)).cumsum().tolist()
-            for i, priorities in mine.items():
-                if priorities.changes.maxlen:
-                    part = slice(ends[i - 1] if i else 0, ends[i])
-                    priorities._changed(slots[part], t[part])
+        self.trees.put(of, leaves, powers if epsilon > 0 else with_zeros(powers))
+        if highest > maxima[-1] or of is not None:
+            for i in [0] if of is None else np.unique(of[raw > np.take(maxima, of)]).tolist():
+                mine[i].rise_to(highest if of is None else float(raw[of == i].max()))
+        if listening:  # before the end: of what is interrupted later nobody would be told
+            for i, changed in by_tree(of, slots, t):
+                mine[i].tell(*changed)
         for priorities in mine.values():
             priorities._file.end()
 
 
-def _no_step(serials: IntArray, t: IntArray, stop: IntArray, outside: Any) -> SchemaError:
-    i = np.flatnonzero(outside)[0]
-    return SchemaError(f"update_priorities: episode {serials[i]} has steps 0 … {stop[i] - 1}, got {t[i]}")
+def _each_step(lengths: IntArray, t: IntArray | None, errors: FloatArray) -> tuple[IntArray, IntArray, FloatArray]:
+    """(K,) of which item each step is that has an error, its t, the error. See `StepLeaves.update`."""
+    if errors.ndim == 1:
+        item = np.repeat(np.arange(len(lengths)), lengths)
+        return item, np.arange(len(item)) - np.repeat(np.cumsum(lengths) - lengths, lengths), errors[item]
+    first = np.zeros_like(lengths) if t is None else t
+    steps = first[:, None] + np.arange(errors.shape[1])
+    item, place = np.nonzero((steps >= 0) & (steps < lengths[:, None]))
+    return item, steps[item, place], errors[item, place]

@@ -16,8 +16,9 @@ nothing. Where numba is installed, `load_loops` has all trees go by the loops of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ KIND = 1  # the number of this arrangement; another TOP or STEP is another one
 MANY = 4096  # from here on it pays to visit a node above two changed ones only once
 MAX_PRIORITY = 1e250  # 2**60 of them still have a finite sum
 _INFINITY = np.uint64(0x7FF0000000000000)
+_TOTAL = attrgetter("total")
 _loading = Turn()
 
 
@@ -136,12 +138,12 @@ class SumTree:
 
     def put(self, leaves: IntArray, priorities: FloatArray) -> None:
         """`set` of priorities that are known to be right."""
-        if self.loops is not None and not self.minima:
-            self.loops.put(self._heap, self._top, np.ascontiguousarray(leaves), np.ascontiguousarray(priorities))
-            self.changed()
+        if self.loops is None or self.minima:
+            self._heap[leaves + self.capacity] = priorities  # numpy: of a repeated index the last value is assigned
+            self.refresh(leaves)
             return
-        self._heap[leaves + self.capacity] = priorities  # numpy: of a repeated index the last value is assigned
-        self.refresh(leaves)
+        self.loops.put(self._heap, self._top, np.ascontiguousarray(leaves), np.ascontiguousarray(priorities))
+        self._sums, self._summed_up = None, False
 
     def add(self, leaves: IntArray, amounts: FloatArray) -> None:
         """Add amounts (B,) to leaves (B,); of a leaf that stands twice both count. Raises SchemaError, as `set`."""
@@ -163,12 +165,7 @@ class SumTree:
             if self.minima:
                 keys = _keys_of(eight) if number == 0 else self._keys_below.take(nodes, axis=0)
                 self._keys[nodes] = keys.max(axis=1)
-        self.changed()
-
-    def changed(self, summed_up: bool = False) -> None:
-        """Nodes were stored to, so what was taken of them holds no more; but levels above that were stored to, too."""
-        self._sums = None
-        self._summed_up = summed_up
+        self._sums, self._summed_up = None, False
 
     @property
     def levels(self) -> list[FloatArray]:
@@ -190,7 +187,7 @@ class SumTree:
 
         The tree must not be empty.
         """
-        sums = self._cumulative()
+        sums = self._sums if self._sums is not None else self._cumulative()
         if self.loops is not None:
             leaves, priorities = np.empty(len(values), np.int64), np.empty(len(values))
             if self.loops.find(self._heap, sums, np.ascontiguousarray(values), leaves, priorities):
@@ -270,12 +267,19 @@ class SumTree:
 class SumTrees:
     """Several sum trees, of which one call finds, reads or stores leaves: a call for each would outweigh a batch.
 
+    Which tree is meant is told by `of` (B,), None where there is one.
+
     Args:
-        trees: at least one, of at least eight leaves each. They are held, so their nodes stay where they are.
+        trees: at least one. They are held, so their nodes stay where they are.
+        apart: go through each by itself, as is done where one has under eight leaves, or keeps minima.
     """
 
-    def __init__(self, trees: Sequence[SumTree]) -> None:
+    def __init__(self, trees: Sequence[SumTree], *, apart: bool = False) -> None:
         self.trees = tuple(trees)
+        self._minima = [tree.minima for tree in trees]
+        self._apart = apart or any(tree.leaves < WIDTH for tree in trees) or any(self._minima)
+        if self._apart:
+            return
         levels = [tree.levels for tree in self.trees]
         self._heights = np.array([len(each) for each in levels])
         self._height = int(self._heights.max())
@@ -286,18 +290,36 @@ class SumTrees:
         self._last = np.array([address_of(each[-1]) for each in levels])
         self._memory = memory().view(np.float64)
 
+    def are(self, trees: tuple[SumTree, ...]) -> bool:
+        """Whether it goes through these trees, as they are."""
+        return self.trees == trees and self._minima == [tree.minima for tree in trees]
+
     def totals(self) -> FloatArray:
         """(T,) the sum of each tree."""
+        if self._apart:
+            return np.array([*map(_TOTAL, self.trees)])
         for tree in self.trees:
             tree.sum_up()
         return _sums_of_eight(bytes_at(self._last, 8 * WIDTH).view(np.float64))
 
-    def get(self, of: IntArray, leaves: IntArray) -> FloatArray:
-        """The priorities of leaves (B,) of the trees `of` (B,)."""
-        return self._memory.take(self._place(0, of, leaves))
+    def get(self, of: IntArray | None, leaves: IntArray) -> FloatArray:
+        """The priorities of leaves (B,)."""
+        if of is not None and not self._apart:
+            return self._memory.take(self._place(0, of, leaves))
+        out = np.empty(len(leaves))
+        for i, (mine, part) in by_tree(of, np.arange(len(leaves)), leaves):
+            out[mine] = self.trees[i].get(part)
+        return out
 
-    def put(self, of: IntArray, leaves: IntArray, priorities: FloatArray) -> None:
-        """`SumTree.put` of leaves (B,) of the trees `of` (B,), which keep no minima."""
+    def put(self, of: IntArray | None, leaves: IntArray, priorities: FloatArray) -> None:
+        """`SumTree.put` of leaves (B,)."""
+        if of is None:
+            self.trees[0].put(leaves, priorities)
+            return
+        if self._apart:
+            for i, parts in by_tree(of, leaves, priorities):
+                self.trees[i].put(*parts)
+            return
         # Only these: the others may be another thread's just now.
         stored, loops = [self.trees[i] for i in np.flatnonzero(np.bincount(of)).tolist()], SumTree.loops
         for tree in stored:
@@ -308,7 +330,7 @@ class SumTrees:
         else:
             self._put(of, leaves, priorities)
         for tree in stored:
-            tree.changed(summed_up=True)
+            tree._sums, tree._summed_up = None, True
 
     def _put(self, of: IntArray, leaves: IntArray, priorities: FloatArray) -> None:
         self._memory[self._place(0, of, leaves)] = priorities
@@ -319,8 +341,15 @@ class SumTrees:
             eight = self._eight(level - 1, of, leaves >> STEP * level)
             self._memory[self._place(level, of, leaves >> STEP * level)] = _sums_of_eight(eight)
 
-    def find(self, of: IntArray, values: FloatArray) -> tuple[IntArray, FloatArray]:
-        """`SumTree.find` of values (B,) in the trees `of` (B,), after `totals`; a priority of 0 only where all are."""
+    def find(self, of: IntArray | None, values: FloatArray) -> tuple[IntArray, FloatArray]:
+        """`SumTree.find` of values (B,), after `totals`; a priority of 0 only where all are."""
+        if of is None:
+            return self.trees[0].find(values)
+        if self._apart:
+            leaves, priorities = np.empty_like(of), np.empty_like(values)
+            for i, (mine, part) in by_tree(of, np.arange(len(of)), values):
+                leaves[mine], priorities[mine] = self.trees[i].find(part)
+            return leaves, priorities
         if SumTree.loops is not None:
             leaves, priorities = np.zeros_like(of), values.copy()
             of = np.ascontiguousarray(of)
@@ -334,17 +363,15 @@ class SumTrees:
         return leaves, priorities
 
     def _descend(self, of: IntArray, values: FloatArray, *, careful: bool) -> IntArray:
-        nodes, left_over, first = np.zeros_like(of), values.copy(), np.arange(len(of))
+        nodes, left_over = np.zeros_like(of), values.copy()
         for level in range(self._height - 1, -1, -1):
             # Behind a last level there may be zeros, which are no nodes.
-            if self._even:
-                into = careful or level == self._height - 1
-                nodes = WIDTH * (nodes - first) + _chosen(self._eight(level, of, nodes), left_over, first, into)
-            else:
-                there = np.flatnonzero(self._heights.take(of) > level)
-                rest, first = left_over[there], np.arange(len(there))
-                chosen = _chosen(self._eight(level, of[there], nodes[there]), rest, first, careful=True)
-                nodes[there], left_over[there] = WIDTH * (nodes[there] - first) + chosen, rest
+            into = careful or not self._even or level == self._height - 1
+            there = slice(None) if self._even else np.flatnonzero(self._heights.take(of) > level)
+            rest = left_over[there]
+            first = np.arange(len(rest))
+            chosen = _chosen(self._eight(level, of[there], nodes[there]), rest, first, into)
+            nodes[there], left_over[there] = WIDTH * (nodes[there] - first) + chosen, rest
         return nodes
 
     def _place(self, level: int, of: IntArray, nodes: IntArray) -> IntArray:
@@ -354,6 +381,18 @@ class SumTrees:
     def _eight(self, level: int, of: IntArray, nodes: IntArray) -> FloatArray:
         """(8 * B,) the nodes of a level that lie below others."""
         return bytes_at(8 * self._place(level, of, WIDTH * nodes), 8 * WIDTH).view(np.float64)
+
+
+def by_tree(of: IntArray | None, *columns: Any) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Of each tree, or folder, that items (B,) are in: its number, and its items' part of some columns (B,)."""
+    if of is None:
+        yield 0, columns
+        return
+    order = np.argsort(of, kind="stable")
+    count, columns, end = np.bincount(of), tuple(column[order] for column in columns), 0
+    for i in np.flatnonzero(count).tolist():
+        start, end = end, end + count.item(i)
+        yield i, tuple(column[start:end] for column in columns)
 
 
 def load_loops() -> None:
@@ -366,11 +405,6 @@ def load_loops() -> None:
 def with_zeros(priorities: FloatArray) -> FloatArray:
     """Priorities as leaves of items: 0 as -0.0."""
     return np.asarray(np.where(priorities > 0, priorities, -0.0))
-
-
-def _paired(sums: FloatArray) -> FloatArray:
-    """(2 * K,) sums of neighbours, (K,). Flat, as numpy takes a loop for each row of a few columns."""
-    return sums[::2] + sums[1::2]
 
 
 def _sums_of_eight(nodes: FloatArray) -> FloatArray:
@@ -388,8 +422,8 @@ def _chosen(eight: FloatArray, left_over: FloatArray, first: IntArray, careful: 
         first: 0 … B - 1.
         careful: see `SumTree._descend`.
     """
-    four, at = _paired(eight), first
-    for sums in (_paired(four), four, eight):
+    four, at = eight[::2] + eight[1::2], first  # flat, as numpy takes a loop for each row of a few columns
+    for sums in (four[::2] + four[1::2], four, eight):
         at = at << 1
         lower = sums.take(at)
         right = left_over >= lower
@@ -417,14 +451,8 @@ def spread(count: int, total: float, rng: np.random.Generator, *, stratified: bo
     """
     values = rng.random(count)
     if stratified:
-        values += _ramp(count) if count <= MANY else np.arange(count)
+        values += np.arange(count)
         values *= total / max(count, 1)
     else:
         values *= total
     return values
-
-
-@lru_cache(maxsize=8)
-def _ramp(count: int) -> FloatArray:
-    """0 … count - 1."""
-    return np.arange(count, dtype=np.float64)

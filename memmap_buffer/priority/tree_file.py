@@ -55,6 +55,7 @@ log = logging.getLogger("memmap_buffer")
 
 GENERATION, EPSILON, MAXIMUM, MINIMA, CLEAN, BOOT, INODE, ARRANGEMENT = 0, 1, 2, 3, 4, 5, 7, 8
 WORDS = 16
+LOW = 2**32 - 1
 PAGE = 4096
 NODE_BYTES = 10  # of a leaf, and of its share in the nodes above
 BLOCK_STEPS = 1 << 20  # steps that are stored together
@@ -76,13 +77,14 @@ class TreeFile:
         pair_words: (2 * slots,) int64, the same words one behind the other.
         maximum: of |δ| + ε so far.
         whole: false where what `begin` began did not `end`; then `load` makes the tree anew.
+        ready: whether every leaf may be stored to, without `prepare`.
     """
 
     def __init__(self, storage: Storage, name: str, *, alpha: float, epsilon: float) -> None:
         layout = storage.layout
         self.storage, self.name, self.alpha, self.epsilon = storage, name, alpha, epsilon
         self.leaves = layout.rows or layout.slots * layout.max_timesteps
-        self.maximum, self.whole = 1.0, False
+        self.maximum, self.whole, self.ready = 1.0, False, True
         self.tree: SumTree
         self._nodes_file = nodes_file(f"priority/{name}.npy", self.leaves)
         self._head_file = ArrayFile(f"priority/{name}.head.npy", np.dtype("<u8"), (WORDS + 2 * layout.slots,))
@@ -98,12 +100,9 @@ class TreeFile:
         self._finalizer = weakref.finalize(self, _release, self._fd, self._locks)
         self._finalizer.atexit = False
 
-    @property
-    def pairs(self) -> Array:
-        return self._head[WORDS:].reshape(-1, 2)
-
     def _take_head(self, words: Array) -> None:
         self._head = words
+        self.pairs: Array = words[WORDS:].reshape(-1, 2)
         self.pair_words: IntArray = words[WORDS:].view(np.int64)
 
     def steps_of(self, slots: IntArray) -> tuple[IntArray, IntArray]:
@@ -145,27 +144,22 @@ class TreeFile:
                 reason="moved",
             )
 
-    def blocks(self, slots: IntArray, start: IntArray, stop: IntArray) -> Iterator[IntArray]:
-        """The leaves of steps start … stop - 1 of slots, some 10⁶ at a time."""
-        count = np.maximum(stop - start, 0)
-        first = self.storage.first_row(slots, False) + start
-        ends = np.cumsum(count)
-        for at in range(0, int(count.sum()), BLOCK_STEPS):
-            i = np.arange(at, min(at + BLOCK_STEPS, int(ends[-1])))
-            place = np.searchsorted(ends, i, side="right")
-            yield first[place] + i - (ends[place] - count[place])
+    def leaves_of(self, slots: IntArray, t: IntArray) -> IntArray:
+        """The leaves of steps (B,)."""
+        return self.storage.first_row(slots, False) + t
+
+    def blocks(self, slots: IntArray, start: IntArray, stop: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
+        """(slots, t) of the steps start … stop - 1 of slots, some 10⁶ at a time."""
+        for place, number in in_blocks(np.maximum(stop - start, 0), BLOCK_STEPS):
+            yield slots[place], start[place] + number
 
     # Storing
-
-    @property
-    def ready(self) -> bool:
-        """Whether every leaf may be stored to, without `prepare`."""
-        return self._nodes is None or self._nodes.ready
 
     def prepare(self, leaves: IntArray) -> None:
         """Have room on the disk for stores to leaves. Raises OSError: the disk is full, and nothing has changed."""
         if self._nodes is not None:
             self._nodes.prepare(leaves)
+            self.ready = self._nodes.ready
 
     def begin(self) -> None:
         """Begin to store to the tree; it is made anew of its leaves unless `end` follows."""
@@ -173,7 +167,8 @@ class TreeFile:
             self._require_process()
             raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
         self.whole = False
-        self._put(GENERATION, self._head.item(GENERATION) | 1)
+        self._head[GENERATION] |= 1
+        self._words[GENERATION] = self._head[GENERATION]
 
     def _require_process(self) -> None:
         if process_id() != self._pid:
@@ -185,7 +180,8 @@ class TreeFile:
 
     def end(self) -> None:
         """End what `begin` began."""
-        self._put(GENERATION, self._head.item(GENERATION) + 1)
+        self._head[GENERATION] += 1
+        self._words[GENERATION] = self._head[GENERATION]
         self.whole = True
 
     def raise_maximum(self, value: float) -> None:
@@ -224,14 +220,15 @@ class TreeFile:
         """From now on `tree.minimum` is kept; the first time this looks at every step."""
         if self._nodes is not None:
             self._nodes.watch_minima()
+            self.ready = self._nodes.ready
         slots = np.flatnonzero(self.pairs[:, 1])
         steps = slots, *self.steps_of(slots)
-        for leaves in self.blocks(*steps):
-            self.prepare(leaves)
+        for block in self.blocks(*steps):
+            self.prepare(self.leaves_of(*block))
         self.begin()
         self.tree.minima = True
-        for leaves in self.blocks(*steps):
-            self.tree.refresh(leaves)
+        for block in self.blocks(*steps):
+            self.tree.refresh(self.leaves_of(*block))
         self._put(MINIMA, 1)
         self.end()
 
@@ -259,9 +256,7 @@ class TreeFile:
     def _put(self, word: int, value: int) -> None:
         # A store, as two calls of `pwrite` take a tenth of a batch. What was stored before a kill is in the file, in
         # that order; and `load` wrote to the block, so that it is there also where the disk is full.
-        self._head[word] = value
-        if self._at_once:
-            self._words[word] = value
+        self._head[word] = self._words[word] = value
 
     def _save_head(self) -> None:
         """Write what follows the generation, then the generation."""
@@ -348,7 +343,7 @@ class TreeFile:
 
     def _map(self) -> None:
         head, minima = self._head_file, bool(self._head[MINIMA])
-        self._nodes = Nodes(self._folder, self._nodes_file, self.leaves, minima=minima)
+        self._nodes, self.ready = Nodes(self._folder, self._nodes_file, self.leaves, minima=minima), False
         self.tree = SumTree(self._nodes.array, self.leaves, minima=minima)
         close_all(self._fd)
         self._at_once = shared = self._nodes.shared
@@ -438,7 +433,8 @@ class TreeFile:
             self._begin_use()
         else:
             self.begin()
-            for leaves in self.blocks(slots, *self.steps_of(slots)):
+            for block in self.blocks(slots, *self.steps_of(slots)):
+                leaves = self.leaves_of(*block)
                 self.tree.put(leaves, self._scaled(self.tree.get(leaves), before))
             self.end()
         assert np.array_equal(self.pairs, shown)  # each step that was shown still has its leaf
@@ -475,7 +471,8 @@ class TreeFile:
         if self._nodes is not None:
             self._nodes.array[0] = self.alpha  # in the block that the header is in, so it is there
         alpha = old.item(0) if 0 < old.item(0) < np.inf else 0.0
-        for leaves in self.blocks(slots, *steps_in(pairs[:, 1].view(np.int64))):
+        for block in self.blocks(slots, *steps_in(pairs[:, 1].view(np.int64))):
+            leaves = self.leaves_of(*block)
             self.prepare(leaves)
             self.tree.set(leaves, self._scaled(old.take(leaves + len(old) // 3), alpha))
         self.pairs[slots] = pairs
@@ -614,9 +611,18 @@ class Nodes:
             self._written[block] = True
 
 
+def in_blocks(count: IntArray, size: int) -> Iterator[tuple[IntArray, IntArray]]:
+    """(of which run, its number in it, from 0) of each item of runs of so many items, `size` items at a time."""
+    ends = np.cumsum(count)
+    for at in range(0, int(ends[-1]) if len(ends) else 0, size):
+        i = np.arange(at, min(at + size, int(ends[-1])))
+        place = np.searchsorted(ends, i, side="right")
+        yield place, i - ends[place] + count[place]
+
+
 def steps_in(words: IntArray) -> tuple[IntArray, IntArray]:
     """(start, stop) of second words of pairs."""
-    return words & 0xFFFFFFFF, words >> 32 & 0xFFFFFFFF
+    return words & LOW, words >> 32 & LOW
 
 
 def _bits(value: float) -> int:

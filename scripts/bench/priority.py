@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer import Field, Prioritized, ReplayBuffer, compute_importance_weights
+from memmap_buffer.priority.priorities import StepLeaves
 
 STEPS = 1000
 BURST = 20  # turns of one contender before the next one's
@@ -100,16 +101,17 @@ def tree_alone(folder: Path, leaves: int, batch: int) -> Iterator[Turn]:
     with ReplayBuffer.from_folder(folder) as buffer:
         buffer.sample(batch, timestep_level=True, prioritized=HOW)
         priorities = buffer._priorities[HOW.name].of(buffer._storage)
-        rng = np.random.default_rng(1)
+        rng, leaves_of = np.random.default_rng(1), StepLeaves(single=True)
         errors = rng.random(batch)
 
         def turn() -> tuple[float, float]:
             begin = time.perf_counter()
             priorities.follow()
+            leaves_of.look([priorities])
             values = rng.random(batch) * priorities.tree.total
-            _, serials, t, _ = priorities.find(values)
+            _, serials, t, _ = leaves_of.find(None, values)
             middle = time.perf_counter()
-            priorities.update(serials, t, errors)
+            leaves_of.update([priorities], None, serials, t, errors)
             return middle - begin, time.perf_counter() - middle
 
         yield turn

@@ -163,7 +163,7 @@ def test_a_batch_by_priority_and_new_priorities(make: Callable[..., ReplayBuffer
         batch = buffer.sample(256, n_steps=1, gamma=0.99, prioritized=True)
         buffer.update_priorities(batch["_indices"], np.ones(256))
 
-    require(buffer, learn, calls=110.9)
+    require(buffer, learn, calls=83.9)
 
 
 def test_who_learns_by_several_sets_of_options_keeps_one_account_of_what_is_visible(

@@ -54,9 +54,9 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.loading import prioritized
 from memmap_buffer.priority import anchor_priorities, sum_tree
-from memmap_buffer.priority.anchor_priorities import AnchorPriorities, StepPriorities
+from memmap_buffer.priority.anchor_priorities import AnchorPriorities
 from memmap_buffer.priority.priorities import Priorities, in_turn, while_locked
-from memmap_buffer.priority.sum_tree import SumTrees
+from memmap_buffer.priority.sum_tree import SumTree, SumTrees
 from memmap_buffer.priority.tree_file import TreeFile
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -531,13 +531,10 @@ def test_the_weights_of_a_batch_are_those_of_its_probabilities_where_items_were_
 
 def test_the_tree_on_the_disk_is_drawn_from_as_it_is_where_every_step_can_be(tmp_path):
     buffer = make(tmp_path, (5, 6), max_episodes=3)
-    for options, kind in [
-        (STEP, StepPriorities),
-        ({"view": Window(3)}, StepPriorities),
-        ({"view": Window(3, 2)}, AnchorPriorities),
-    ]:
+    for options, in_memory in [(STEP, False), ({"view": Window(3)}, False), ({"view": Window(3, 2)}, True)]:
         buffer.sample(1, prioritized=True, **options)
-        assert isinstance(anchor_priorities_of(samplers_of(buffer)[-1])[-1], kind)
+        one = anchor_priorities_of(samplers_of(buffer)[-1])[-1]
+        assert (one.tree is priorities_of(buffer).tree) is not in_memory
 
 
 def test_an_n_step_draw_turns_to_a_tree_of_its_own_when_a_step_has_no_successor(tmp_path):
@@ -884,9 +881,8 @@ def together(monkeypatch):
         values.append(sum_tree.spread(*arguments, **options))
         return values[-1].copy()
 
-    monkeypatch.setattr(Priorities, "update", refuse)
-    monkeypatch.setattr(Priorities, "find", refuse)
-    monkeypatch.setattr(AnchorPriorities, "find", refuse)
+    monkeypatch.setattr(SumTree, "find", refuse)
+    monkeypatch.setattr(sum_tree, "by_tree", refuse)
     monkeypatch.setattr(prioritized, "spread", spread)
     return values
 
@@ -1083,6 +1079,28 @@ def test_priorities_that_all_become_zero_in_the_middle_of_a_draw_do_so_after_it(
     monkeypatch.undo()
     with pytest.raises(NotEnoughDataError, match="every item has priority 0"):
         buffer.sample(8, prioritized=how, **STEP)
+
+
+def test_folders_of_which_somebody_rescaled_one_are_given_errors_by_the_alpha_of_each(tmp_path):
+    parts = [make(tmp_path / name, (5,)) for name in "ab"]
+    both, steps = ConcatBuffer(parts), [[0, 0, 1], [1, 0, 1], [0, 0, 2], [0, 9, 0]]
+    both.sample(1, prioritized=Prioritized(alpha=1.0), **STEP)
+    parts[0].sample(1, prioritized=Prioritized(alpha=0.5), **STEP)
+    assert both.update_priorities(steps, [4.0, 5.0, 9.0, 1.0]) == 1
+    np.testing.assert_allclose(both.priorities(steps), [2, 5, 3, 0], rtol=1e-5)
+
+
+def test_a_minimum_that_is_wanted_later_is_kept_by_updates_of_several_folders(tmp_path):
+    both = ConcatBuffer([make(tmp_path / name, (5,), max_timesteps=900) for name in "ab"])
+    both.sample(1, prioritized=Prioritized(alpha=1.0), **STEP)
+    assert both.update_priorities([[0, 0, 1], [1, 0, 1]], [4.0, 5.0]) == 0
+    how = Prioritized(alpha=1.0, beta=1.0, normalize="buffer")
+    for least in (0.5, 0.25):
+        both.sample(1, prioritized=how, **STEP)
+        assert both.update_priorities([[0, 0, 1], [1, 0, 2]], [least, 3.0]) == 0
+    batch = both.sample(64, prioritized=how, **STEP)
+    mass = batch["_probabilities"] * (0.25 + 4 + 3 + 5 + 3)
+    np.testing.assert_allclose(batch["_weights"], 0.25 / mass, rtol=1e-4)
 
 
 def test_an_update_of_several_folders_that_is_wrong_changes_none(tmp_path, together):
@@ -1562,6 +1580,24 @@ def test_a_step_that_is_shown_at_once_has_its_priority_at_once_and_others_the_hi
     np.testing.assert_allclose(buffer.priorities([[0, t] for t in range(3)]), np.array([3, 3, 0.5]) ** 0.6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("publish", ["episode", "step"])
+def test_the_error_of_a_reset_that_is_left_out_is_of_no_step(tmp_path, publish):
+    buffer = of_envs(tmp_path, publish=publish, skips_resets=True, spare_slots=2)
+    buffer.add(reward=[0, 1], terminated=[False, False], priority=[0.5, 0.5])
+    buffer.add(reward=[0, 2], terminated=[True, False], priority=[0.6, 0.5])
+    buffer.add(reward=[9, 3], terminated=[False, False], priority=[7.0, 0.7])  # the first is the observation of a reset
+    buffer.add(reward=[4, 4], terminated=[False, False])
+    buffer.end_episodes()
+    got = {}
+    for place, serial in enumerate(buffer.serials.tolist()):
+        rewards = tuple(buffer.episode(place)["reward"].tolist())
+        got[rewards] = buffer.priorities([[serial, t] for t in range(len(rewards))])
+    want = {(0, 0): [0.5, 0.6], (1, 2, 3, 4): [0.5, 0.5, 0.7, 1], (4,): [1]}
+    assert got.keys() == want.keys()
+    for rewards, errors in want.items():
+        np.testing.assert_allclose(got[rewards], np.array(errors) ** 0.6, rtol=1e-5)
+
+
 def test_whole_episodes_are_given_with_their_errors_by_any_name(tmp_path):
     buffer = of_envs(tmp_path)
     buffer.store_episode(
@@ -1615,6 +1651,13 @@ def test_errors_that_do_not_fit_are_refused_before_anything_is_stored(tmp_path, 
     assert buffer.num_steps == 0
 
 
+def test_errors_of_other_environments_than_those_that_run_are_told_of_as_the_environments_are(tmp_path):
+    buffer = of_envs(tmp_path)
+    buffer.add(reward=[1, 2], terminated=[False, False], priority=[1, 2])
+    with pytest.raises(SchemaError, match="got 3 environments, expected the 2 that run"):
+        buffer.add(reward=[1, 2, 3], terminated=[False] * 3, priority=[1, 2, 3])
+
+
 def test_a_field_named_priority_is_a_field(tmp_path):
     buffer = ReplayBuffer(tmp_path, 3, 4, {"priority": "float"})
     buffer.store_episode(priority=[4.0, 5])
@@ -1643,7 +1686,7 @@ def test_a_tree_that_follows_steps_one_by_one_is_the_one_that_is_made_anew(tmp_p
         other = AnchorPriorities(storage_of(buffer), one.steps, sampler.how, sampler.reader.selection.view, cut)
         other.follow(None)
         assert one.count == other.count
-        assert one.total == pytest.approx(other.total)
+        assert one.tree.total == pytest.approx(other.tree.total)
         for leaves in zip(*map(leaves_of_anchors, (one, other)), strict=True):
             mine, fresh = (set(zip(*np.stack(pair).tolist(), strict=True)) for pair in leaves)
             assert mine == fresh

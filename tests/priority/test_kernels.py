@@ -14,8 +14,9 @@ from conftest import COMPILED, LOOPS, assert_same
 from inside import compiled_by, nodes_of, priorities_of, top_of
 
 from memmap_buffer import NStep, Prioritized, Timestep, Window
+from memmap_buffer.format.syscalls import memory
 from memmap_buffer.priority import kernels
-from memmap_buffer.priority.anchor_priorities import StepPriorities
+from memmap_buffer.priority.leaves import where
 from memmap_buffer.priority.sum_tree import SumTree, num_nodes, spread
 
 
@@ -174,7 +175,6 @@ def test_an_interrupt_while_sums_are_taken_leaves_none_that_are_half_done():
 def test_sums_that_were_taken_while_another_thread_updated_are_not_kept(recorded):
     buffer = recorded([3, 4])
     buffer.sample(1, timestep_level=True, prioritized=Prioritized())
-    priorities = priorities_of(buffer)
     buffer.update_priorities(np.array([[0, 0]]), np.array([3.0]))
     other = threading.Thread(target=buffer.update_priorities, args=(np.array([[1, 1]]), np.array([9.0])))
 
@@ -184,9 +184,9 @@ def test_sums_that_were_taken_while_another_thread_updated_are_not_kept(recorded
         other.join(0.3)  # it waits for the sums
 
     with going_by(LOOPS._replace(accumulate=accumulate)):
-        _ = StepPriorities(priorities).total
+        buffer.sample(1, timestep_level=True, prioritized=Prioritized())
         other.join()
-    one = priorities.tree
+    one = priorities_of(buffer).tree
     assert one.total == top_of(one).cumsum()[-1]
 
 
@@ -203,23 +203,49 @@ def test_what_is_read_only_is_taken_as_it_is(recorded, loops):
         assert buffer.update_priorities(np.broadcast_to(indices[:1], (8, 2)), errors) == 0
 
 
+def placed(per_slot, before, pairs, serials=(0,), order=(0,)):
+    """(words, places, arrays that are to be held) of two folders: one that is empty, and one with these pairs."""
+    arrays = [np.array(each, np.int64) for each in (pairs, serials, order)]
+    words, serials, order = map(where, arrays)
+    one = [per_slot, before, len(pairs) // 2, words, serials, order, arrays[1].item(0), len(arrays[1])]
+    return memory().view(np.int64), np.array([[1, 0, 0, 0, 0, 0, 0, 0], one]).T.copy(), arrays
+
+
+SECOND = np.ones(3, np.int64)  # all are of the second folder
+
+
 @pytest.mark.parametrize("leaf", [-1, 2, 5, 10, 15, 2**40])
 def test_a_leaf_that_is_no_step_is_located_nowhere(loops, leaf):
-    pairs, out = np.array([8, 2 << 32, 9, 1 | 5 << 32, 0, 0]), np.empty((3, 3), np.int64)
-    assert loops.locate(np.array([0, 1, 6]), 5, pairs, *out)
+    words, places, _held = placed(5, 0, [8, 2 << 32, 9, 1 | 5 << 32, 0, 0])
+    out = np.empty((3, 3), np.int64)
+    assert loops.locate(words, places, SECOND, np.array([0, 1, 6]), *out)
     assert out.tolist() == [[0, 0, 1], [7, 7, 8], [0, 1, 1]]
-    assert not loops.locate(np.array([0, leaf, 6]), 5, pairs, *out)
+    assert not loops.locate(words, places, SECOND, np.array([0, leaf, 6]), *out)
+    assert not loops.locate(words, places, 0 * SECOND, np.array([0, 1, 6]), *out)
+
+
+def test_a_leaf_before_step_0_is_of_the_slot_that_it_lies_in(loops):
+    words, places, _held = placed(5, 2, [8, 3 << 32, 9, 3 << 32])
+    out = np.empty((3, 3), np.int64)
+    assert loops.locate(words, places, SECOND, np.array([0, 4, 6]), *out)
+    assert out.tolist() == [[0, 0, 1], [7, 7, 8], [-2, 2, -1]]
 
 
 @pytest.mark.parametrize(
     ("serial", "t"), [(6, 0), (9, 0), (9, 1), (7, -1), (7, 2), (8, 5), (8, 0), (-(2**63), 0), (2**63 - 1, 0)]
 )
 def test_a_step_that_is_none_has_no_leaf(loops, serial, t):
-    visible, out = np.array([2, 0, 1]), np.empty(2, np.int64)
-    pairs = np.array([9, 1 | 5 << 32, 0, 0, 8, 2 << 32])  # 9 was in slot 1, and is gone
-    assert loops.leaves(np.array([7, 8]), np.array([1, 4]), 7, visible, pairs, 10, out)
-    assert out.tolist() == [21, 4]
-    assert not loops.leaves(np.array([7, serial]), np.array([1, t]), 7, visible, pairs, 10, out)
+    pairs = [9, 1 | 5 << 32, 0, 0, 8, 2 << 32]  # 9 was in slot 1, and is gone
+    words, places, _held = placed(10, 0, pairs, [7, 8, 9], [2, 0, 1])
+    out = np.empty((2, 2), np.int64)
+    assert loops.leaves(words, places, SECOND[:2], np.array([7, 8]), np.array([1, 4]), *out)
+    assert out.tolist() == [[2, 0], [21, 4]]
+    assert not loops.leaves(words, places, SECOND[:2], np.array([7, serial]), np.array([1, t]), *out)
+
+
+def test_a_step_whose_serial_does_not_stand_where_it_would_without_gaps_is_left_to_numpy(loops):
+    words, places, _held = placed(10, 0, [8, 2 << 32, 10, 5 << 32], [7, 9], [0, 1])
+    assert not loops.leaves(words, places, SECOND[:1], np.array([8]), np.array([1]), *np.empty((2, 1), np.int64))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from inside import (
     samplers_of,
     storage_of,
     store_leaves_alone,
+    words_of,
 )
 from mounts import fill, on_ext4, on_tmpfs
 from profiles import examples
@@ -53,7 +54,7 @@ from memmap_buffer import (
 )
 from memmap_buffer.format import host
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority.priorities import Places, Priorities, in_turn, while_locked
+from memmap_buffer.priority.priorities import Priorities, StepLeaves, in_turn, while_locked
 from memmap_buffer.priority.sum_tree import SumTree, SumTrees
 from memmap_buffer.priority.tree_file import TreeFile
 
@@ -108,7 +109,14 @@ def consistent(priorities):
 
 def update(priorities, steps, errors):
     serials, t = np.array(steps).T
-    return priorities.update(serials, t, np.asarray(errors, np.float64))
+    return StepLeaves(True).update([priorities], None, serials, t, np.asarray(errors, np.float64))
+
+
+def find(priorities, values):
+    """The t of the steps at values of the cumulative sum."""
+    leaves = StepLeaves(True)
+    leaves.look([priorities])
+    return leaves.find(None, values)[2]
 
 
 def powered(errors):
@@ -269,7 +277,8 @@ def test_steps_that_a_ring_forgot_leave_and_errors_of_them_are_dropped_and_count
     assert update(priorities, [(0, 0), (0, 2), (0, 3), (0, -1)], [7, 7, 0.5, 7]) == 3
     with pytest.raises(SchemaError, match="episode 0 has steps 0 … 5, got 6"):
         update(priorities, [(0, 6)], [1])
-    assert priorities.get(np.array([0, 0, 7]), np.array([2, 3, 0])).tolist() == [0, powered([0.5])[0], 0]
+    got = StepLeaves(True).get([priorities], None, np.array([0, 0, 7]), np.array([2, 3, 0]))
+    assert got.tolist() == [0, powered([0.5])[0], 0]
     priorities.checkpoint()
     pairs = np.load(tmp_path / "priority" / "td.head.npy")[16:].reshape(-1, 2).tolist()
     assert [1, 3 | 6 << 32] in pairs and [2, 5 << 32] in pairs
@@ -617,13 +626,15 @@ def test_a_link_in_the_place_of_a_file_is_refused_and_left_alone(tmp_path, name)
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_sums_that_are_nonsense_are_found_when_a_draw_meets_them(tmp_path, caplog):
+@pytest.mark.parametrize("leaf", [17, 5003], ids=["of no step", "behind the last slot"])
+def test_sums_that_are_nonsense_are_found_when_a_draw_meets_them(tmp_path, caplog, leaf):
     make(tmp_path, 6, 6, 6, 6, max_timesteps=1000)
     priorities = opened(tmp_path)
     update(priorities, [(0, 1)], [3])
-    nodes_of(priorities.tree)[priorities.tree.capacity + 17] = 5.0  # a leaf of no step
-    priorities.tree.refresh(np.array([17]))
-    t = priorities.find(np.linspace(0, priorities.tree.total, 200))[2]
+    assert priorities.tree.leaves == 5000
+    nodes_of(priorities.tree)[priorities.tree.capacity + leaf] = 5.0
+    priorities.tree.refresh(np.array([leaf]))
+    t = find(priorities, np.linspace(0, priorities.tree.total, 200))
     assert (t < 6).all()
     assert "its sums are damaged" in caplog.text
     assert content(priorities)[0, 1] == powered([3])[0]
@@ -636,9 +647,9 @@ def test_of_a_tree_whose_priorities_all_became_zero_a_draw_says_so(tmp_path):
     values = np.linspace(0, priorities.tree.total, 5)
     update(priorities, [(0, 0), (0, 1), (0, 2)], [0, 0, 0])
     with pytest.raises(NotEnoughDataError, match="nothing to draw: every item has priority 0"):
-        priorities.find(values)
+        find(priorities, values)
     update(priorities, [(0, 1)], [4])
-    assert set(priorities.find(values)[2].tolist()) == {1}
+    assert set(find(priorities, values).tolist()) == {1}
 
 
 def test_a_tree_that_could_not_be_made_anew_is_made_anew_by_the_next_call(tmp_path, kind, monkeypatch):
@@ -648,7 +659,7 @@ def test_a_tree_that_could_not_be_made_anew_is_made_anew_by_the_next_call(tmp_pa
     priorities.checkpoint()
     forget_places(monkeypatch)
     with system(1, error=errno.ENOSPC), pytest.raises(OSError, match="No space left"):
-        priorities.find(np.zeros(1))
+        find(priorities, np.zeros(1))
     assert update(priorities, [(0, 2)], [8]) == 0
     three, eight = powered([3, 8])
     assert consistent(priorities) == {(0, 0): 1, (0, 1): three, (0, 2): eight}
@@ -667,16 +678,27 @@ def test_minima_for_which_there_was_no_room_are_found_later(tmp_path):
 
 def test_arrays_whose_places_are_told_stay_until_others_are(tmp_path):
     make(tmp_path, 6, max_timesteps=9)
-    priorities, places = opened(tmp_path), Places()
+    priorities, places = opened(tmp_path), StepLeaves(True)
     with priorities.lock:
-        places.follow([priorities])
-        pairs, tree = weakref.ref(priorities.pair_words.base), weakref.ref(priorities.tree)
+        places.look([priorities])
+        pairs, tree = weakref.ref(words_of(priorities).base), weakref.ref(priorities.tree)
         map_anew(priorities)
         assert pairs() is not None and tree() is not None
-        assert pairs() is not priorities.pair_words.base and tree() is not priorities.tree
+        assert pairs() is not words_of(priorities).base and tree() is not priorities.tree
         priorities.follow()
-        places.follow([priorities])
+        places.look([priorities])
         assert pairs() is None and tree() is None
+
+
+def test_another_folder_in_the_place_of_one_is_looked_at(tmp_path):
+    for name in "ab":
+        make(tmp_path / name, 6)
+    each, leaves = [opened(tmp_path / name) for name in "ab"], StepLeaves(True)
+    assert each[0].stamp == each[1].stamp
+    for priorities in each:
+        with priorities.lock:
+            leaves.look([priorities])
+            assert leaves.trees.trees == (priorities.tree,)
 
 
 def test_a_forked_child_never_makes_the_tree_of_its_parent_anew(tmp_path, kind, monkeypatch):
@@ -689,7 +711,7 @@ def test_a_forked_child_never_makes_the_tree_of_its_parent_anew(tmp_path, kind, 
     def work(_):
         forget_places(monkeypatch)
         with pytest.raises(WriterLostError, match="a forked child does not own the priorities 'td'"):
-            priorities.find(np.zeros(1))
+            find(priorities, np.zeros(1))
 
     child = in_child(work)
     assert child.status == 0, child.told
@@ -834,7 +856,7 @@ def check_after_kill(folder, reached):
         pytest.param(SumTree, "put", False, id="after the generation became odd"),
         pytest.param(SumTree, "refresh", True, id="between leaves and sums"),
         pytest.param(TreeFile, "raise_maximum", True, id="before the maximum"),
-        pytest.param(Priorities, "_changed", True, id="before the generation became even"),
+        pytest.param(Priorities, "tell", True, id="before the generation became even"),
     ],
 )
 def test_a_kill_between_two_stores_is_seen_and_mended(tmp_path, kind, monkeypatch, place, call, stored):

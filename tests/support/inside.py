@@ -22,7 +22,7 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.items import epoch
 from memmap_buffer.loading import prioritized
 from memmap_buffer.priority import anchor_priorities, kernels
-from memmap_buffer.priority.priorities import Priorities
+from memmap_buffer.priority.leaves import Leaves
 
 if TYPE_CHECKING:
     import pytest
@@ -345,6 +345,11 @@ def before_weighing(draws: Any, work: Callable[[], Any]) -> Callable[[], None]:
     return partial(setattr, draws, "_weigh", weigh)
 
 
+def words_of(priorities: Any) -> Any:
+    """The words of a tree's file that tell of each slot's leaves."""
+    return priorities._file.pair_words
+
+
 def map_anew(priorities: Any) -> None:
     """Have a tree and its words read from new maps."""
     priorities._load("as it is wanted")
@@ -412,7 +417,7 @@ def before_anchors_enter(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> 
 
 def before_errors_are_taken_in(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> None:
     """Work before priorities are given the errors that all ranks have gathered."""
-    around(patch, prioritized, "_updated", before=work)
+    around(patch, prioritized.NamedPriorities, "update", before=work)
 
 
 def after_a_change_of_columns(patch: pytest.MonkeyPatch, buffer: ReplayBuffer) -> None:
@@ -439,4 +444,4 @@ def leaves_of_anchors(priorities: Any) -> Any:
 
 def forget_places(patch: pytest.MonkeyPatch) -> None:
     """As where each value leads to a leaf that is no step, as the sums are damaged."""
-    patch.setattr(Priorities, "_at", lambda *_: None)
+    patch.setattr(Leaves, "_located", lambda self, of, leaves, _: (leaves, leaves, leaves, np.zeros(len(leaves), bool)))

@@ -1,0 +1,273 @@
+"""The leaves of one folder or of many, found and stored to by one call: a call for each would outweigh a batch.
+
+Which folder an item is in is told by `of` (B,); it is None where there is one folder, and what else is an array for
+each item is one number then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from memmap_buffer.dtypes import FloatArray, all_of, any_of
+from memmap_buffer.errors import NotEnoughDataError
+from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import address_of, memory
+from memmap_buffer.priority.sum_tree import WIDTH, SumTree, SumTrees, by_tree
+from memmap_buffer.priority.tree_file import LOW
+
+_STAMP = attrgetter("stamp")
+# (B,) of each episode its slot, which steps have a leaf, start … stop - 1, and whether it is there.
+Looked: TypeAlias = tuple[IntArray, IntArray, IntArray, Any]
+Drawn: TypeAlias = tuple[IntArray, IntArray, IntArray, FloatArray]  # (B,) slots, serials, t, priorities
+
+
+class Place(NamedTuple):
+    """Where the leaves of a folder lie, and what tells of them; of many folders (B,) of each.
+
+    The loops of `kernels` know them by their numbers.
+
+    Attributes:
+        per_slot: leaves of a slot.
+        before: how many of these lie before step 0.
+        slots: how many there are.
+        pairs: where (slots, 2) words lie: the serial + 1, 0 for none; which steps have a leaf, start | stop << 32.
+        serials, order: where the serials of episodes, ascending, and their slots lie; some may be gone.
+        oldest, num_serials: the first of these serials, and how many there are.
+    """
+
+    per_slot: Any
+    before: Any
+    slots: Any
+    pairs: Any
+    serials: Any
+    order: Any
+    oldest: Any
+    num_serials: Any
+
+
+class Packed:
+    """Where the leaves of a packed folder lie, whose slots have as many as their episodes have steps.
+
+    Args:
+        storage: the folder.
+        before: leaves before step 0 of each slot.
+
+    Attributes:
+        first: (slots,) the first leaf of each.
+    """
+
+    def __init__(self, storage: Storage, before: int) -> None:
+        slots = np.arange(storage.layout.slots)
+        self.first = storage.first_row(slots, False) + slots * before
+        visible = storage.table.visible
+        self._order = visible[np.argsort(self.first[visible], kind="stable")]
+        self._ascending = self.first[self._order]
+
+    def slots_of(self, leaves: IntArray) -> IntArray:
+        """(B,) in which slot each leaf is."""
+        return self._order[np.maximum(np.searchsorted(self._ascending, leaves, side="right") - 1, 0)]
+
+
+class Row(NamedTuple):
+    """A folder: its tree; its place; the arrays that lie there, to be held meanwhile.
+
+    Attributes:
+        packed: more, if it is packed.
+        times: of each leaf the timestep of its item, where several items have the same one.
+    """
+
+    tree: SumTree
+    place: Place
+    arrays: tuple[IntArray, ...]
+    packed: Packed | None = None
+    times: Any = None
+
+
+def where(array: IntArray) -> int:
+    """Where an array of words lies in memory, in words of eight bytes."""
+    return address_of(array) >> 3
+
+
+NO_EPISODES: IntArray = np.array([[-2], [0]])  # serials, and their slots: one that no episode has
+_NO_PAIRS: IntArray = np.zeros(2, np.int64)
+_NO_LEAVES = Place(1, 0, 1, where(_NO_PAIRS), where(NO_EPISODES[0]), where(NO_EPISODES[1]), -2, 1)
+NOWHERE = Row(SumTree.empty(WIDTH), _NO_LEAVES, (_NO_PAIRS, NO_EPISODES))  # of a folder that is not there
+
+
+class Leaves:
+    """The leaves of one folder or of many, as they are now.
+
+    Whoever reads holds the locks of what is read. The arrays are held, so that no address ever leads to what they are
+    not.
+
+    Args: single: whether it is one folder, and never another.
+    """
+
+    def __init__(self, single: bool) -> None:
+        self._single = single
+        self._each: Sequence[Any] = ()
+        self._stamps: list[int | None] = []
+        self._rows: list[Row] = []
+        self._places: IntArray = np.zeros((8, 0), np.int64)
+        self._only: Place | None = None
+        self._packed: dict[int, Packed] = {}
+        self._from_step_0 = False  # whether no leaf lies before step 0 of its slot
+        self._memory = memory().view(np.int64)
+        self.trees: SumTrees
+
+    def look(self, each: Sequence[Any], chosen: Iterable[int] | None = None) -> None:
+        """Look at those folders again that changed.
+
+        Args:
+            each: the priorities of all folders, with a `row`, and a `stamp` that is another one whenever the row may
+                be; None for one that is not there.
+            chosen: which of them are looked at, as this thread holds their locks; None for all.
+        """
+        looked = range(len(each)) if chosen is None else list(chosen)
+        stamps = [*map(_STAMP, map(each.__getitem__, looked))]
+        before, seen = self._each, self._stamps
+        same = each is before or each == before
+        if same and stamps == (seen if chosen is None else [seen[i] for i in looked]):
+            return
+        self._each = ()  # until all is done
+        if len(before) != len(each):
+            before, seen, self._rows = [None] * len(each), [None] * len(each), [NOWHERE] * len(each)
+        for i, folder in enumerate(each):
+            if folder is not before[i]:
+                self._rows[i], seen[i] = NOWHERE, None
+        for i, stamp in zip(looked, stamps, strict=True):
+            if stamp != seen[i]:
+                self._rows[i], seen[i] = each[i].row(), stamp
+        trees, places, *_ = zip(*self._rows, strict=True)
+        if not (hasattr(self, "trees") and self.trees.are(trees)):
+            # Of these sums are found one by one, so that draws of a seed stay what they are to the last bit.
+            apart = any(row.packed is not None or row.times is not None for row in self._rows)
+            self.trees = SumTrees(trees, apart=self._single or apart)
+        self._from_step_0 = not any(place.before for place in places)
+        self._packed = {i: row.packed for i, row in enumerate(self._rows) if row.packed is not None}
+        self._places, self._only = np.array(places, np.int64).T.copy(), places[0] if self._single else None
+        self._each, self._stamps = each, seen
+
+    def place(self, of: IntArray | None) -> Place:
+        """Where the leaves of the folders of items lie."""
+        return self._only or Place(*self._places.take(of, axis=1))  # type: ignore[arg-type]
+
+    def leaves(self, of: IntArray | None, slots: IntArray, t: IntArray) -> IntArray:
+        """The leaves (B,) of steps."""
+        place = self._only or self.place(of)
+        leaves: IntArray = slots * place.per_slot
+        if self._packed:
+            for packed, mine in self._packed_ones(of):
+                leaves[mine] = packed.first[slots[mine]]
+        leaves += t
+        return leaves if self._from_step_0 else leaves + place.before
+
+    def _packed_ones(self, of: IntArray | None) -> Iterator[tuple[Packed, Any]]:
+        for i, packed in self._packed.items():
+            yield packed, slice(None) if of is None else np.flatnonzero(of == i)
+
+    # From a value of the sum to a step
+
+    def find(self, of: IntArray | None, values: FloatArray) -> Drawn:
+        """The items (B,) at values (B,) of the cumulative sums of their folders; sums that are damaged are made anew.
+
+        Raises:
+            NotEnoughDataError: every priority of a folder is 0.
+        """
+        leaves, priorities = self.trees.find(of, values)
+        slots, serials, t, there = self._located(of, leaves, priorities)
+        if there is not None:
+            self._mend(of, there)
+            leaves, priorities = self.trees.find(of, np.minimum(values, self.trees.totals()[0 if of is None else of]))
+            slots, serials, t, there = self._located(of, leaves, priorities)
+            assert there is None
+        if self._rows[0].times is not None:
+            for i, (mine,) in by_tree(of, np.arange(len(t))):
+                t[mine] = self._rows[i].times[leaves[mine]]
+        return slots, serials, t, priorities
+
+    def _located(
+        self, of: IntArray | None, leaves: IntArray, priorities: FloatArray
+    ) -> tuple[IntArray, IntArray, IntArray, Any]:
+        """(slots, serials, t of leaves (B,); whether each is a step of priority, None where all are)."""
+        loops, count = SumTree.loops, len(leaves)
+        if loops is not None and not self._packed:
+            slots, serials, t = np.empty((3, count), np.int64)
+            folders = np.zeros(count, np.int64) if of is None else np.ascontiguousarray(of)
+            if loops.locate(self._memory, self._places, folders, leaves, slots, serials, t) and all_of(priorities > 0):
+                return slots, serials, t, None
+        place = self._only or self.place(of)
+        slots = leaves // place.per_slot
+        first = slots * place.per_slot
+        if self._packed:
+            for packed, mine in self._packed_ones(of):
+                slots[mine] = packed.slots_of(leaves[mine])
+                first[mine] = packed.first[slots[mine]]
+        t = leaves - first
+        if not self._from_step_0:
+            t -= place.before
+        there = priorities > 0
+        beyond = slots >= place.slots  # where damaged sums may lead
+        if any_of(beyond):
+            there &= ~beyond
+            slots[beyond] = 0
+        words = 2 * slots
+        words += place.pairs
+        serials = self._memory.take(words)
+        serials -= 1
+        words += 1
+        steps = self._memory.take(words)
+        there &= (t if self._from_step_0 else np.maximum(t, 0)) >= steps & LOW
+        there &= t < steps >> 32 & LOW
+        return slots, serials, t, None if all_of(there) else there
+
+    def _mend(self, of: IntArray | None, there: Any) -> None:
+        each = self._each
+        wrong = [0] if of is None else np.unique(of[~there]).tolist()
+        for i in wrong:
+            each[i].mend()
+        self.look(each)
+        for i in wrong:
+            if not self.trees.trees[i].total:
+                text = f"{each[i].storage.path}: nothing to draw: every item has priority 0"
+                raise NotEnoughDataError(text, episodes=0)
+
+    # From an episode to its slot
+
+    def look_up(self, of: IntArray | None, serials: IntArray) -> Looked:
+        """The episodes (B,) that have these serials."""
+        slots, start, stop, here = self.glance(of, serials)
+        if not all_of(here):
+            place = self.place(of)
+            near = np.minimum(np.maximum(serials - place.oldest, 0), place.num_serials - 1)
+            left_out = (self._memory.take(near + place.serials) != serials) & (serials >= place.oldest)
+            if any_of(left_out):
+                return self.glance(of, serials, self._last_up_to(serials, place.serials, place.num_serials))
+        return slots, start, stop, here
+
+    def glance(self, of: IntArray | None, serials: IntArray, near: Any = None) -> Looked:
+        """`look_up` at places in the list of serials; without, where they are if none was left out."""
+        place = self._only or self.place(of)
+        if near is None:
+            near = np.minimum(np.maximum(serials - place.oldest, 0), place.num_serials - 1)
+        slots = self._memory.take(near + place.order)
+        words = 2 * slots
+        words += place.pairs
+        here = self._memory.take(words) == serials + 1
+        words += 1
+        steps = self._memory.take(words)
+        return slots, steps & LOW, steps >> 32 & LOW, here
+
+    def _last_up_to(self, values: IntArray, begin: Any, count: Any) -> IntArray:
+        """The place of the last of `count` ascending integers from `begin` on that is at most a value (B,); else 0."""
+        place = np.zeros_like(values)
+        step = 1 << int(np.max(count)).bit_length()
+        while step := step >> 1:
+            further = np.minimum(place + step, count - 1)
+            place = np.where(self._memory.take(begin + further) <= values, further, place)
+        return place
