@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -64,27 +64,18 @@ class Scope(Block, Generic[Opened]):
             self._recording._finish_shard_if_due()
 
 
-class Recorded(Protocol):
-    """An episode that is published sooner or later; see `Episode`."""
-
-    serial: int
-    state: str
-
-
 class GivenErrors:
     """The errors of steps that are not published yet."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, dict[Recorded, list[tuple[Any, Any]]]] = {}
+        self._waiting: dict[str, dict[Any, list[tuple[int, float]]]] = {}
 
     def __bool__(self) -> bool:
         return any(self._waiting.values())
 
-    def add(self, name: str, episodes: Sequence[Recorded], t: Sequence[Any], errors: Sequence[Any]) -> None:
-        """Take errors for the priorities of a name: of each episode those of one step, or of several."""
-        waiting = self._waiting.setdefault(name, {})
-        for episode, at, error in zip(episodes, t, errors, strict=True):
-            waiting.setdefault(episode, []).append((at, error))
+    def add(self, name: str, episode: Any, t: int, error: float) -> None:
+        """Take the error of a step for the priorities of a name."""
+        self._waiting.setdefault(name, {}).setdefault(episode, []).append((t, error))
 
     def settle(self, published: int, give: Callable[[str, IntArray, FloatArray], Any]) -> None:
         """Give those of episodes that are published; those of episodes that were dropped are forgotten.
@@ -94,15 +85,11 @@ class GivenErrors:
             give: takes a name, (B, 2) serials and steps, and (B,) errors.
         """
         for name, waiting in self._waiting.items():
-            ready = [episode for episode in waiting if episode.state == "aborted" or 0 <= episode.serial < published]
-            parts = [(episode.serial, *part) for episode in ready for part in waiting[episode] if episode.serial >= 0]
-            if parts:
-                serials, t, errors = zip(*parts, strict=True)
-                counts = [np.size(at) for at in t]
-                indices = np.stack(
-                    [np.repeat(serials, counts), np.concatenate([np.atleast_1d(at) for at in t])], axis=1
-                )
-                give(name, indices, np.concatenate([np.atleast_1d(error) for error in errors]))
+            ready = [episode for episode in waiting if 0 <= episode.serial < published or episode.state == "aborted"]
+            steps = [(episode.serial, *step) for episode in ready for step in waiting[episode] if episode.serial >= 0]
+            if steps:
+                serials, t, errors = zip(*steps, strict=True)
+                give(name, np.array([serials, t]).T, np.array(errors))
             for episode in ready:
                 del waiting[episode]
 
@@ -286,7 +273,8 @@ class Recording(Editing):
                 errors = self._errors_given(priority, priority_name, (whole.length,), "(T,)")
             episode = self._writer_with_room().store(whole)
             if errors is not None:
-                self._errors.add(priority_name, [episode], [np.arange(whole.length)], [errors])
+                for t, error in enumerate(errors.tolist()):
+                    self._errors.add(priority_name, episode, t, error)
                 self._settle_errors()
             self._finish_shard_if_due()
 
@@ -389,13 +377,16 @@ class Recording(Editing):
                 log.warning(CUTS, self._storage.path, len(stream))
             self._told_of_cuts = True
 
-    def _extend(self, values: Mapping[str, Any], priority: Any, name: str, *, time: bool) -> None:
+    def _extend(self, values: dict[str, Any], priority: Any, name: str, *, time: bool) -> None:
         with self._turn:
-            if priority is None and not time and self._stream is not None and self._stream.go_on(values):
-                self._finish_shard_if_due()
-                return
-            values = dict(values)
-            priority = self._priority(priority, values)
+            stream = self._stream
+            if priority is not None:
+                priority = self._priority(priority, values)
+            if not time and stream is not None:
+                went_on = stream.go_on(values) if priority is None else self._go_on(stream, values, priority, name)
+                if went_on:
+                    self._finish_shard_if_due()
+                    return
             self._writer.require_writable()
             steps = Steps(self._storage.layout.schema, values, time=time)
             try:
@@ -409,6 +400,28 @@ class Recording(Editing):
                     self._stream.interrupt(steps.ends[-1])
                 raise
             self._finish_shard_if_due()
+
+    def _go_on(self, stream: EpisodeStream, values: Mapping[str, Any], priority: Any, name: str) -> bool:
+        """`EpisodeStream.go_on` of a timestep that is given with its errors."""
+        size, before = len(stream), stream.num_added
+        try:
+            errors = _errors_of(priority, (size,), "(B)")
+        except SchemaError:
+            return False  # there it is told in full
+        self._own_priorities(name)
+        try:
+            return stream.go_on(values)
+        finally:
+            stored = stream.num_added - before
+            if stored:
+                recorded = range(size) if stored == size else stream.recorded.tolist()
+                self._keep_errors(name, [(stream.episodes[i], errors.item(i)) for i in recorded])
+
+    def _keep_errors(self, name: str, last_steps: Iterable[tuple[Episode, float]]) -> None:
+        """Take the errors of the last timesteps of episodes, and give those that are published."""
+        for episode, error in last_steps:
+            self._errors.add(name, episode, episode.length - 1, error)
+        self._settle_errors()
 
     def _stream_of(self, size: int) -> EpisodeStream:
         if self._stream is None:
@@ -441,10 +454,8 @@ class Recording(Editing):
                 stream.extend(step)
             finally:
                 steps.done += step.done
-                stored = step.recorded if step.done else step.recorded[:0]
-                episodes = [stream.episodes[i] for i in stored.tolist()]
-                self._errors.add(name, episodes, [episode.length - 1 for episode in episodes], row[stored].tolist())
-                self._settle_errors()
+                stored = step.recorded.tolist() if step.done else ()
+                self._keep_errors(name, [(stream.episodes[i], row.item(i)) for i in stored])
 
     def _priority(self, priority: Any, values: dict[str, Any]) -> Any:
         """The errors that were given, unless `priority` is a field."""

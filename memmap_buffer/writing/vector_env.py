@@ -79,6 +79,7 @@ class EpisodeStream(EpisodeGroup):
         ]
         self.lead = 1  # axes that the last step had before those of a field
         self.num_added = 0  # timesteps, of all environments
+        self.recorded: IntArray = np.arange(size)  # the environments whose last step is one of an episode
         self._sure = False  # whether what is kept of the episodes holds, and none needs a look that did not just end
         self._idle: list[int] = []  # environments without an open episode
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
@@ -140,6 +141,7 @@ class EpisodeStream(EpisodeGroup):
             self._see(steps)
             self._begin_where_needed()
             start, steps.recorded = steps.done, self._recorded(over)
+            self.recorded = steps.recorded
             if self._looks and self._following and (self._linked is None or over.any()):
                 self._look(steps, over)
             self._following = {}

@@ -166,6 +166,20 @@ def test_a_batch_by_priority_and_new_priorities(make: Callable[..., ReplayBuffer
     require(buffer, learn, calls=83.9)
 
 
+@pytest.mark.parametrize(
+    ("num_envs", "publish", "calls"), [(None, "episode", 24), (8, "episode", 31), (None, "step", 96), (8, "step", 131)]
+)
+def test_a_step_that_is_given_with_its_error(
+    make: Callable[..., ReplayBuffer], num_envs: int | None, publish: str, calls: int
+) -> None:
+    given = one_step() if num_envs is None else {**steps(num_envs), "next_observation": np.ones((num_envs, 17), "f4")}
+    options = {"capacity": 400, "spare_slots": 8} if publish == "step" else {}
+    buffer, errors = make(publish=publish, **options), np.ones(num_envs or 1)
+    for _ in range(400):
+        buffer.add(**given, priority=errors)
+    require(buffer, lambda: buffer.add(**given, priority=errors), calls)
+
+
 def test_who_learns_by_several_sets_of_options_keeps_one_account_of_what_is_visible(
     make: Callable[..., ReplayBuffer],
 ) -> None:
