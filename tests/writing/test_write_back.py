@@ -1,13 +1,24 @@
 """`write`: new values where steps were drawn, compared with episodes that were stored with these values."""
 
+import json
 import threading
 
 import numpy as np
 import pytest
 import torch
-from fault_injection import without_barriers
+from fault_injection import system, without_barriers
 
-from memmap_buffer import ConcatBuffer, Field, ReadOnlyError, ReplayBuffer, SchemaError, Window, verify
+from memmap_buffer import (
+    ConcatBuffer,
+    EpisodeStateError,
+    Field,
+    ReadOnlyError,
+    ReplayBuffer,
+    SchemaError,
+    Window,
+    verify,
+)
+from memmap_buffer.writing import redo
 
 FIELDS = {
     "x": Field("float32", (3,), final=True),
@@ -204,6 +215,69 @@ def test_steps_of_an_open_episode_are_written_to_while_it_goes_on(tmp_path, endi
         folders = [shutil.copytree(folder, folder.with_name(f"{folder.name}-copy")) for folder in folders]
     assert_same(*[everything(ReplayBuffer.from_folder(folder, verify="always")) for folder in folders])
     assert [verify(folder) for folder in folders] == [[], []]
+
+
+@pytest.mark.parametrize("name", ["x", "packed"])
+def test_the_record_of_an_open_episode_vouches_for_the_same_steps_as_before(tmp_path, name):
+    with make(tmp_path / "open", publish="step") as buffer:
+        opened = buffer.begin_episode()
+        rows = steps(0, range(4))
+        for t in range(4):
+            opened.store(**{key: {"z": each["z"][t]} if key == "latent" else each[t] for key, each in rows.items()})
+            if t == 1:
+                buffer.flush()
+        values = VALUES[name](2)
+        assert buffer.write([[0, 0], [0, 3]], **{name: values}) == 0
+        rows[name][[0, 3]] = values
+        assert verify(buffer.folder) == []
+        reader = ReplayBuffer.from_folder(buffer.folder, read_only=True, verify="always")
+        assert reader.episode(0)[name].tolist() == rows[name].tolist()
+
+
+def test_how_an_episode_ends_may_be_changed_beside_an_open_one_and_not_in_it(tmp_path):
+    with make(tmp_path / "open", publish="step") as buffer:
+        buffer.store_episode(**episode(0))
+        opened = buffer.begin_episode()
+        rows = steps(1, [0])
+        opened.store(**{key: {"z": each["z"][0]} if key == "latent" else each[0] for key, each in rows.items()})
+        with pytest.raises(EpisodeStateError, match="is still open, and its end writes 'done'"):
+            buffer.write([[0, 11], [1, 0]], done=True)
+        assert not buffer.episode(0)["done"].any()
+        assert buffer.write([[0, 11]], done=True) == 0
+        assert buffer.episode(0)["done"].tolist() == [False] * 11 + [True]
+    assert verify(tmp_path / "open") == []
+
+
+def test_whole_episodes_are_left_out_by_a_flag_each_and_those_that_are_gone_are_counted(tmp_path):
+    with make(tmp_path / "ring") as buffer:
+        for serial in range(RING):
+            buffer.store_episode(**episode(serial, 3 + serial))
+        buffer.delete(1)
+        assert buffer.set_valid([1, 0, 4, 2], [True, False, True, False]) == 1
+        assert buffer.set_valid([[1, 0], [4, 2]], False) == 1
+        flags = {serial: buffer.episode(i)["valid"].tolist() for i, serial in enumerate(buffer.serials.tolist())}
+    assert flags == {0: [False] * 3, 2: [False] * 5, 3: [True] * 6, 4: [True, True, False, *[True] * 4], 5: [True] * 8}
+
+
+def test_a_redo_file_is_of_so_many_episodes_and_runs_that_its_head_stays_small(tmp_path, monkeypatch):
+    without_barriers(monkeypatch)
+    heads = {}
+
+    def look():
+        if (folder / ".redo").exists() and len(data := (folder / ".redo").read_bytes()) > redo.START.size:
+            size = redo.START.unpack(data[: redo.START.size])[1]
+            heads[data] = json.loads(data[redo.START.size :][:size])
+
+    folder = tmp_path / "many"
+    with ReplayBuffer(folder, 100, 200, {"x": "int"}) as buffer:
+        for _ in range(100):
+            buffer.store_episode(x=np.arange(200))
+        indices = np.stack(np.meshgrid(np.arange(100), np.arange(0, 200, 2), indexing="ij"), axis=-1)
+        with system(before=look):
+            assert buffer.write(indices, x=-1) == 0
+        assert all((buffer.episode(i)["x"][::2] == -1).all() for i in range(100))
+    assert sorted(len(head) for head in heads.values()) == [36, 64]
+    assert {len(rewrite["pieces"]) for head in heads.values() for rewrite in head} == {2}  # and the checksums
 
 
 def test_environments_record_on_while_what_was_drawn_is_written_to(tmp_path):
