@@ -240,7 +240,7 @@ def test_how_an_episode_ends_may_be_changed_beside_an_open_one_and_not_in_it(tmp
         opened = buffer.begin_episode()
         rows = steps(1, [0])
         opened.store(**{key: {"z": each["z"][0]} if key == "latent" else each[0] for key, each in rows.items()})
-        with pytest.raises(EpisodeStateError, match="is still open, and its end writes 'done'"):
+        with pytest.raises(EpisodeStateError, match="is open, and its end writes 'done'"):
             buffer.write([[0, 11], [1, 0]], done=True)
         assert not buffer.episode(0)["done"].any()
         assert buffer.write([[0, 11]], done=True) == 0
