@@ -27,6 +27,7 @@ GROUPS = {  # packages and modules of public names -> the page of their docstrin
     "codecs": "Fields",
     "schema": "Fields",
     "loading": "Reading",
+    "items": "Reading",
     "priority": "Priorities",
     "views": "Views and transforms",
     "maintenance": "Checking and copying",
