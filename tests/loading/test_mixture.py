@@ -318,6 +318,21 @@ def test_episodes_that_are_gone_are_told_of_or_drawn_again(tmp_path, buffers):
     assert sum(map(len, rest)) == 144 - 8 and all(item[:2] != (0, 0) for batch in rest for item in batch)
 
 
+def test_a_source_that_was_emptied_is_named_when_the_next_epoch_begins(buffers):
+    loader = mixed(buffers)
+    buffers[1].clear()
+    with pytest.raises(NotEnoughDataError, match="hand: nothing to read"):
+        iter(loader)
+
+
+def test_what_a_view_tells_of_its_items_has_no_mask(buffers):
+    views = (Window(4), Window(2), Window(3))
+    sources = {str(i): Source(buffers[0], view=view) for i, view in enumerate(views)}
+    batch = next(iter(mixture_loader(sources, 9, seed=1)))
+    assert batch["_mask"].sum(dim=1).tolist() == batch["_lens"].tolist()
+    assert not [key for key in batch if key.startswith("_present__")]
+
+
 def test_a_state_of_other_sources_is_refused(buffers):
     state = next_state(mixed(buffers))
     other = mixture_loader({"arm": Source(buffers[0])}, 4, seed=1)
