@@ -76,7 +76,7 @@ class Editing:
         Raises:
             SchemaError: a name is unknown, or a value does not fit.
             EpisodeIndexError: there is no such episode; an IndexError.
-            EpisodeStateError: an episode is shorter than its data.
+            EpisodeStateError: an episode is shorter than its data, or is open, and its end writes the field.
             StaleEpisodeError: an episode fails its checksums, or another writer removed it.
         """
         if not data:
@@ -145,7 +145,8 @@ class Editing:
     def set_valid(self, indices: Any, flag: Any = False) -> int:
         """Exclude timesteps from being drawn, or include them again: written to the field `valid`.
 
-        Where there is no such field it is added, a bool that is True for every timestep. Each episode changes at once.
+        Where there is no such field it is added, a bool that is True for every timestep, which takes that no episode is
+        open. Each episode changes at once.
 
         Args:
             indices: (n, 2) of (serial, timestep), as `_indices` of a batch, or (n,) serials, as `_index`.

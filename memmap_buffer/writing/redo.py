@@ -99,7 +99,7 @@ class Rewrite:
     @property
     def size(self) -> int:
         """Bytes of all pieces, and about those of the head."""
-        return sum(len(data) + 64 for _, _, data in self.pieces)
+        return sum(len(data) + 64 + 6 * len(key) for key, _, data in self.pieces)  # JSON takes 6 bytes for some letters
 
 
 def to_parts(rewrites: Sequence[Rewrite]) -> Iterator[bytes]:
