@@ -133,7 +133,8 @@ class EpisodeStream(EpisodeGroup):
         self._cut.clear()
         self.publish()
         self._following = {}
-        self.over &= ~steps.ends[steps.done]  # a step that ends an episode is no reset
+        if steps.done < len(steps.ends):
+            self.over &= ~steps.ends[steps.done]  # a step that ends an episode is no reset
 
     def _extend(self, steps: Steps, over: Array) -> None:
         while steps.done < len(steps.ends):
@@ -222,14 +223,17 @@ class EpisodeStream(EpisodeGroup):
 
     def publish(self, *, cut: bool = True) -> None:
         """Publish what is open, as `cut` short where it did not end; what was seen last is the final observation."""
-        if self._missing is not None:
+        missing = self._missing
+        if missing is not None:
             self._settle()  # an end that was shown counts, also where the program ends behind an interruption
+        self._missing = self  # if this is interrupted, the next step ends the others
         for i, episode in enumerate(self.episodes):
             if episode.state == "open":
                 final = {name: rows[i] for name, rows in self._following.items()}
                 if episode.length and final and not (episode.ended or episode.finals) and _has_room(episode, final):
                     episode.set_final(final)
                 episode.publish(cut=(cut or episode.length == self._limit) and not episode.ended)
+        self._missing = missing
 
     def begin_anew(self) -> None:
         """Publish what is open, as cut short; the next timestep begins other episodes, and is seen next in these."""

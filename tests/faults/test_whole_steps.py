@@ -126,6 +126,23 @@ def test_where_the_episodes_are_ended_right_after_an_interruption_an_end_that_is
             break
 
 
+@pytest.mark.parametrize("stride", [61, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["ram", "step", "written"], indirect=True)
+def test_where_the_end_of_all_episodes_is_interrupted_the_next_step_ends_the_others(
+    tmp_path: Path, mode: str, stride: int
+) -> None:
+    for at in count(0, stride):
+        program = Program(tmp_path / str(at), mode, skips_resets=False, following=True)
+        program.add("plain", "plain")
+        error = interrupted(program.buffer.end_episodes, at=at)
+        program.add("plain", "end")
+        program.buffer.end_episodes()
+        assert program.buffer.num_steps == program.buffer.num_added == 4 * SIZE
+        program.end()
+        if error is None:
+            break
+
+
 # The mode, whether a reset is a step, whether `next_observation` is given, how many lines lie between interruptions.
 SOME = [("ram", True, True, 307), ("disk", False, False, 307), ("step", False, True, 307), ("step", True, False, 307)]
 SOME += [("written", True, True, 503), ("power", False, False, 503)]
