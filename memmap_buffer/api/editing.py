@@ -192,6 +192,7 @@ class Editing:
 
         Raises:
             EpisodeIndexError: there is no such episode; an IndexError.
+            EpisodeStateError: an episode is open; `abort` drops it.
             StaleEpisodeError: an episode fails its checksums, or another writer removed it.
             SchemaError: positions and options were given, or none of them, or an option does not choose episodes.
         """

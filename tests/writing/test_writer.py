@@ -371,6 +371,26 @@ def test_conditions_delete_no_episode_that_is_still_open(tmp_path):
     assert not verify(tmp_path)
 
 
+@pytest.mark.parametrize("ring", [{}, {"capacity": 20}], ids=["episodes", "steps"])
+def test_an_episode_that_is_still_open_is_not_deleted_by_its_position(tmp_path, ring):
+    with make(tmp_path, 5, publish="step", spare_slots=2, **ring) as buffer:
+        buffer.store_episode(**whole(0))
+        with buffer.one_episode() as episode:
+            store(episode, 7)
+            with pytest.raises(EpisodeStateError, match="an episode of these is open"):
+                buffer.delete([0, 1])
+            assert len(buffer) == 2
+            store(episode, 8)
+        buffer.delete(1)
+        assert len(buffer) == 1
+        with buffer.one_episode() as episode:
+            store(episode, 9)
+            episode.abort()
+        assert len(buffer) == 1
+    assert not verify(tmp_path)
+    assert len(ReplayBuffer.from_folder(tmp_path)) == 1
+
+
 @pytest.mark.parametrize("at", range(1, 8))
 def test_readers_are_told_of_what_was_deleted_before_an_error(tmp_path, at):
     buffer = make(tmp_path, 5)
