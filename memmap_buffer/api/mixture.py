@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.concat import ConcatBuffer
 from memmap_buffer.api.reading import Readable
-from memmap_buffer.choices import Format, Shuffle, Tail, check_choice
+from memmap_buffer.choices import Format, Length, Shares, Shuffle, Tail, check_choice
 from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import NotABufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.loading.batch_reader import BatchReader
@@ -57,8 +58,8 @@ def mixture_loader(
     sources: Mapping[str, Source],
     batch_size: int,
     *,
-    shares: Literal["exact", "chance"] = "exact",
-    length: Literal["longest", "shortest"] | int = "longest",
+    shares: Shares = "exact",
+    length: Length | int = "longest",
     shuffle: Shuffle = True,
     drop_last: bool = False,
     seed: int | None = None,
@@ -99,19 +100,18 @@ def mixture_loader(
         NotEnoughDataError: a source has no item.
     """
     from memmap_buffer.loading.datasets import EpisodeLoader, check_loader_options
-    from memmap_buffer.loading.distributed import ranks_of
+    from memmap_buffer.loading.distributed import ranks_of, seed_of
     from memmap_buffer.loading.mixture import MixtureDataset, MixtureSampler
-    from memmap_buffer.loading.tensors import torch_seed
 
     check_count("batch_size", batch_size)
     check_count("prefetch", prefetch, 0)
-    check_choice("shares", shares, Literal["exact", "chance"])
+    check_choice("shares", shares, Shares)
     check_choice("format", format, Format)
-    check_loader_options(loader_options, mixture_loader.__annotations__)
+    check_loader_options(loader_options, signature(mixture_loader).parameters)
     if not isinstance(length, str):
         check_count("length", length)
     else:
-        check_choice("length", length, Literal["longest", "shortest"])
+        check_choice("length", length, Length)
     if not isinstance(sources, Mapping) or not sources:
         raise SchemaError(f"sources: got {sources!r}, expected name -> Source")
     for name, source in sources.items():
@@ -120,10 +120,7 @@ def mixture_loader(
     if device is not None and format == "numpy":
         raise SchemaError(f"device: got {device!r} with format='numpy'; arrays stay where they are; leave one out")
     ranks = ranks_of(rank, world_size)
-    if seed is None and not ranks.need_seed:
-        seed = torch_seed(loader_options.get("generator"))
-    if seed is not None:
-        check_count("seed", seed, 0)
+    seed = seed_of(seed, ranks, loader_options.get("generator"))
     members = {}
     for name, source in sources.items():
         reader = BatchReader(source.buffer._folders, {**source.options, "format": "numpy"})

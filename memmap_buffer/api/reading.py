@@ -394,8 +394,7 @@ class Readable(Markable):
             NotEnoughDataError: there is no batch to give.
         """
         from memmap_buffer.loading.datasets import EpisodeDataset, EpisodeLoader, check_loader_options
-        from memmap_buffer.loading.distributed import ranks_of
-        from memmap_buffer.loading.tensors import torch_seed
+        from memmap_buffer.loading.distributed import ranks_of, seed_of
 
         loader_options: dict[str, Any] = dict(options)
         own = {name: loader_options.pop(name) for name in options if name in Options.__annotations__}
@@ -415,11 +414,8 @@ class Readable(Markable):
             raise SchemaError(f"device: got {device!r} with format='numpy'; arrays stay where they are; leave one out")
         ranks = ranks_of(rank, world_size)
         reader.require(reader.index(refresh=True))
-        if seed is None and not (ranks.need_seed and (shuffle or reader.selection.random)):
-            seed = torch_seed(loader_options.get("generator"))
-        if seed is not None:
-            check_count("seed", seed, 0)
-            seed = int(seed)
+        by_chance = bool(shuffle) or reader.selection.random
+        seed = seed_of(seed, ranks, loader_options.get("generator"), by_chance=by_chance)
         draws = self._make_sampler(reader)
         sampler: EpochSampler[Any]
         # `state_dict` tells the numbers in those of Python.

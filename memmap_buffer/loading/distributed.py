@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.items.rank_partition import Ranks
 from memmap_buffer.loading.epochs import EpochSampler
+from memmap_buffer.loading.tensors import torch_seed
 from memmap_buffer.views.anchors import Anchors, MixedAnchors
 
 
@@ -70,6 +72,26 @@ def ranks_of(rank: int | None, world_size: int | None) -> Ranks:
     ranks = Ranks(rank, world_size)
     same = _connected() and (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
     return ProcessRanks() if same else ranks
+
+
+def seed_of(seed: int | None, ranks: Ranks, generator: Any, *, by_chance: bool = True) -> int | None:
+    """The seed of a loader, drawn from torch's generator if none is given; None where the ranks must be given one.
+
+    Args:
+        seed: as it was given.
+        ranks: of the loader.
+        generator: of torch; None for the global one.
+        by_chance: whether anything depends on it.
+
+    Raises:
+        SchemaError: it is no whole number from 0.
+    """
+    if seed is None and not (ranks.need_seed and by_chance):
+        seed = torch_seed(generator)
+    if seed is None:
+        return None
+    check_count("seed", seed, 0)
+    return int(seed)
 
 
 def _connected() -> bool:

@@ -333,6 +333,13 @@ def test_what_a_view_tells_of_its_items_has_no_mask(buffers):
     assert not [key for key in batch if key.startswith("_present__")]
 
 
+def test_a_seed_of_numpy_is_one_of_python_in_the_state(buffers):
+    state = next_state(mixed(buffers, seed=np.int64(3)))
+    other = mixed(buffers, seed=9)
+    other.load_state_dict(json.loads(json.dumps(state)))
+    assert items(other) == items(mixed(buffers, seed=3))[1:]
+
+
 def test_a_state_of_other_sources_is_refused(buffers):
     state = next_state(mixed(buffers))
     other = mixture_loader({"arm": Source(buffers[0])}, 4, seed=1)
