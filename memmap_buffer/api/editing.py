@@ -109,9 +109,12 @@ class Editing:
         """
         with self._turn:
             self._writer.begin()
-            places, values = places_and_values(self._storage, indices, data, "write")
-            self._writer.update(places.changed, places.steps(values), {})
-            return places.num_gone
+            return self._write(indices, data, "write")
+
+    def _write(self, indices: Any, data: dict[str, Any], where: str) -> int:
+        places, values = places_and_values(self._storage, indices, data, where)
+        self._writer.update(places.changed, places.steps(values), {})
+        return places.num_gone
 
     def store_datapoint(self, episode_index: int, timestep_index: Any, name: str, datapoint: Any) -> None:
         """Overwrite one timestep of one field of a published episode, or several at once, as `write` does.
@@ -169,9 +172,7 @@ class Editing:
         with self._turn:
             self._writer.begin()
             pairs, flags, num_gone = steps_of_episodes(self._storage.refresh(), indices, flag)
-            places, values = places_and_values(self._storage, pairs, {VALID: flags}, "set_valid")
-            self._writer.update(places.changed, places.steps(values), {})
-            return num_gone + places.num_gone
+            return num_gone + self._write(pairs, {VALID: flags}, "set_valid")
 
     def clear(self) -> None:
         """Remove every episode; the files keep their size."""

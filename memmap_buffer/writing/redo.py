@@ -432,33 +432,31 @@ def _ending(storage: Storage, slot: int, length: int, rows: Mapping[str, Steps])
     return flags
 
 
-class Batch:
-    """Rewrites of some slots that are carried out together, with one redo file and one barrier per file for all.
+def carry_out(files: WriteHandles, rewrites: Iterable[Rewrite]) -> None:
+    """Carry out rewrites, some together: with one redo file, and one barrier per file for all.
 
-    Args: files: the open files.
+    Args:
+        files: the open files.
+        rewrites: each is asked for when those before it are carried out, or are to be with it; of a slot that comes
+            twice together the last counts, and has what the first has.
+
+    Raises: OSError: before the redo file was whole nothing changed; after it, the next holder of the lock finishes.
     """
+    group: dict[int, Rewrite] = {}
+    size = 0
+    for rewrite in rewrites:
+        group[rewrite.slot] = rewrite
+        size += rewrite.size
+        if size > PART or len(group) == MAX_SLOTS:
+            _carry_out_together(files, [*group.values()])
+            group, size = {}, 0
+    if group:
+        _carry_out_together(files, [*group.values()])
 
-    def __init__(self, files: WriteHandles) -> None:
-        self._files = files
-        self._rewrites: dict[int, Rewrite] = {}
-        self._size = 0
 
-    def add(self, slot: int, plan: Callable[[], Rewrite]) -> None:
-        """Take another one, once those before it are carried out where they are of this slot, too, or many."""
-        if slot in self._rewrites or self._size > PART or len(self._rewrites) == MAX_SLOTS:
-            self.carry_out()
-        self._rewrites[slot] = rewrite = plan()
-        self._size += rewrite.size
-
-    def carry_out(self) -> None:
-        """Write the redo file, then the changes themselves.
-
-        Raises: OSError: before the redo file was whole nothing changed; after it, the next holder of the lock finishes.
-        """
-        rewrites, self._rewrites, self._size = [*self._rewrites.values()], {}, 0
-        if rewrites:
-            self._files.storage.folder.write_new(NAME, *to_parts(rewrites), sync=self._files.power)
-            _apply(self._files, rewrites, power=self._files.power)
+def _carry_out_together(files: WriteHandles, rewrites: Sequence[Rewrite]) -> None:
+    files.storage.folder.write_new(NAME, *to_parts(rewrites), sync=files.power)
+    _apply(files, rewrites, power=files.power)
 
 
 def finish(files: WriteHandles) -> bool:

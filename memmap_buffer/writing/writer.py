@@ -383,8 +383,7 @@ class Writer:
         if slot_writer.published and self._meta_changed(slot_writer, episode):
             slot_writer.round = self._slots.last_round(slot_writer.slot)
             self.lock.check(self.storage)  # it is a change of what is visible
-            plan = partial(redo.plan_end, files, slot_writer, flags, episode.finals, episode.meta)
-            self._rewrite([(slot_writer.slot, plan)], files)
+            self._rewrite([redo.plan_end(files, slot_writer, flags, episode.finals, episode.meta)], files)
         else:
             if episode.finals:
                 rows = {name: value[None] for name, value in episode.finals.items()}
@@ -403,14 +402,10 @@ class Writer:
             self._last_cut[episode] = slot_writer
         self._slot_writers.pop(ref(episode))
 
-    def _rewrite(self, plans: Iterable[tuple[int, Callable[[], redo.Rewrite]]], files: WriteHandles) -> None:
-        """Carry out the rewrites of some slots, as they are planned then."""
+    def _rewrite(self, rewrites: Iterable[redo.Rewrite], files: WriteHandles) -> None:
         if self.storage.state("base") < self._slots.oldest:  # what was retired is not seen in its place meanwhile
             self._retire(files)
-        batch = redo.Batch(files)
-        for slot, plan in plans:
-            batch.add(slot, plan)
-        batch.carry_out()
+        redo.carry_out(files, rewrites)
 
     def _meta_changed(self, slot_writer: SlotWriter, episode: Episode) -> bool:
         return any(slot_writer.meta[name].tobytes() != value.tobytes() for name, value in episode.meta.items())
@@ -425,8 +420,7 @@ class Writer:
         if slot_writer is not None and slot_writer.published:
             slot, serial = np.array([[slot_writer.slot], [slot_writer.serial]])
             if self.storage.refresh().shows(slot, serial)[0]:
-                plan = partial(redo.plan_update, files, slot_writer.slot, {}, {}, finals)
-                self._rewrite([(slot_writer.slot, plan)], files)
+                self._rewrite([redo.plan_update(files, slot_writer.slot, {}, {}, finals)], files)
 
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
@@ -737,6 +731,11 @@ class Writer:
 
     # Changing what is published
 
+    @property
+    def _growing(self) -> dict[int, SlotWriter]:
+        """The writers of open episodes whose steps are published, by slot."""
+        return {each.slot: each for each in self._slot_writers.values() if each.published}
+
     def update(
         self, slots: IntArray, rows: Mapping[str, Sequence[redo.Steps]], meta: Mapping[str, Sequence[Array]]
     ) -> None:
@@ -761,17 +760,15 @@ class Writer:
     ) -> None:
         if not self.storage.trust(slots):
             raise StaleEpisodeError(f"{self.storage.path}: an episode to be updated fails its checksums; see `verify`")
-        growing = {
-            slot_writer.slot: slot_writer for slot_writer in self._slot_writers.values() if slot_writer.published
-        }
+        growing = self._growing
         of_end = [*meta, *(name for name in rows if name in self.schema.ends)]
         if of_end and not growing.keys().isdisjoint(slots.tolist()):
             raise EpisodeStateError(f"an episode of these is open, and its end writes {of_end[0]!r}; end it first")
-        plans = []
-        for i, slot in enumerate(slots.tolist()):
-            new_rows = {name: steps[i] for name, steps in rows.items()}
-            new_meta = {name: values[i] for name, values in meta.items()}
-            plans.append((slot, partial(redo.plan_update, files, slot, new_rows, new_meta)))
+
+        def of(values: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any]:
+            return {name: each[i] for name, each in values.items()}
+
+        plans = (redo.plan_update(files, slot, of(rows, i), of(meta, i)) for i, slot in enumerate(slots.tolist()))
         self._rewrite(plans, files)
         for slot_writer in growing.values():
             slot_writer.settle()
@@ -785,8 +782,7 @@ class Writer:
         self._change(partial(self._delete_closed, slots[np.diff(slots, prepend=-1) > 0]))
 
     def _delete_closed(self, slots: IntArray, files: WriteHandles) -> None:
-        growing = {slot_writer.slot for slot_writer in self._slot_writers.values() if slot_writer.published}
-        if not growing.isdisjoint(slots.tolist()):
+        if not self._growing.keys().isdisjoint(slots.tolist()):
             raise EpisodeStateError(
                 "delete: an episode of these is open, and its end would show it again; end it first"
             )
@@ -812,7 +808,7 @@ class Writer:
         self._change(self._clear)
 
     def _clear(self, files: WriteHandles) -> None:
-        if any(slot_writer.published for slot_writer in self._slot_writers.values()):
+        if self._growing:
             raise EpisodeStateError("clear: an episode whose steps are published is still open; end it first")
         self._commit_pending(files)
         files.write_state("base", self._slots.next)
@@ -832,9 +828,7 @@ class Writer:
 
     def _seal_open(self, files: WriteHandles) -> None:
         """Give open episodes, whose steps are on the disk now, records that vouch for these steps."""
-        growing = [
-            slot_writer for slot_writer in self._slot_writers.values() if slot_writer.published and not files.power
-        ]
+        growing = [] if files.power else [*self._growing.values()]
         for slot_writer in growing:
             slot_writer.flags = self.storage.record(slot_writer.slot)["flags"] & (OPEN | TERMINATED)
             slot_writer.round, slot_writer.appends = (

@@ -180,6 +180,16 @@ def test_steps_that_a_capacity_forgot_are_gone(tmp_path):
     assert verify(tmp_path / "ring") == []
 
 
+def test_whole_episodes_are_excluded_as_far_as_a_capacity_has_left_them(tmp_path):
+    with make(tmp_path / "ring", capacity=20, publish="step") as buffer:
+        for serial in range(3):
+            buffer.store_episode(**episode(serial))
+        assert buffer.serials.tolist() == [2] and buffer.num_steps == 20
+        assert buffer.set_valid([1, 2, 0], [False, True, False]) == 1
+        batch = buffer.sample(64, timestep_level=True, return_indices=True)
+        assert {*batch["_indices"][:, 0].tolist()} == {2}
+
+
 @pytest.mark.parametrize("ending", ["end", "close", "crash"])
 def test_steps_of_an_open_episode_are_written_to_while_it_goes_on(tmp_path, ending):
     written, told = make(tmp_path / "written", publish="step"), make(tmp_path / "told", publish="step")
