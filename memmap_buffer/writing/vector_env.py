@@ -227,6 +227,7 @@ class EpisodeStream(EpisodeGroup):
         if missing is not None:
             self._settle()  # an end that was shown counts, also where the program ends behind an interruption
         self._missing = self  # if this is interrupted, the next step ends the others
+        self._round, self._sure = None, False  # also behind the last of them: none is appended to again
         for i, episode in enumerate(self.episodes):
             if episode.state == "open":
                 final = {name: rows[i] for name, rows in self._following.items()}
@@ -239,7 +240,6 @@ class EpisodeStream(EpisodeGroup):
         """Publish what is open, as cut short; the next timestep begins other episodes, and is seen next in these."""
         if self._missing is not None:
             self._settle()
-        self._round, self._sure = None, False  # first, as an interruption may leave some of them published
         growing = [(i, episode) for i, episode in enumerate(self.episodes) if episode.state == "open"]
         self.publish()
         for i, episode in growing:

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -141,6 +142,21 @@ def test_where_the_end_of_all_episodes_is_interrupted_the_next_step_ends_the_oth
         program.end()
         if error is None:
             break
+
+
+@pytest.mark.parametrize("mode", ["ram", "step", "written"], indirect=True)
+def test_where_all_episodes_are_ended_and_it_is_interrupted_then_the_next_step_begins_others(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Program(tmp_path / "program", mode, skips_resets=False, following=True)
+    program.add("plain", "plain")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ReplayBuffer, "_let_stream_go", Mock(side_effect=KeyboardInterrupt))
+        program.buffer.end_episodes()
+    program.add("plain", "end")
+    program.end()
+    assert program.buffer.num_episodes == 2 * SIZE
+    assert program.buffer.num_steps == 4 * SIZE
 
 
 # The mode, whether a reset is a step, whether `next_observation` is given, how many lines lie between interruptions.
