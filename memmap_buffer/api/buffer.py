@@ -19,7 +19,7 @@ from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyError, SchemaError, SchemaMismatchError
 from memmap_buffer.format import creation
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.folder import UPDATE, Folder
 from memmap_buffer.format.layout import SPARE_SLOTS, ArrayFile, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.shards import require_new_place, take_free, tell_readers
@@ -315,7 +315,7 @@ class ReplayBuffer(Recording, Readable):
         self._record_to(writer)
         if writer.lock.held:
             writer.begin()  # who creates is the writer from the start
-        if not self.read_only and writer.storage.folder.exists(".redo"):
+        if not self.read_only and writer.storage.folder.exists(UPDATE):
             with suppress(BufferLockedError):  # its writer is alive, and replays it
                 writer.begin()
                 writer.storage.check_always()

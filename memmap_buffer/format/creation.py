@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from memmap_buffer.errors import CorruptBufferError, SchemaError
-from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.folder import UPDATE, Folder
 from memmap_buffer.format.layout import BLOBS, MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.records import STATE_WORD
 from memmap_buffer.format.syscalls import CAN_RESERVE, write_word
@@ -141,7 +141,7 @@ def remove(folder: Folder) -> None:
     """Remove a buffer whose lock is held: it becomes one that was never finished, and is discarded as such."""
     _listed(folder, "schema.json")  # refuse one that tells of no files
     discard_unfinished(folder)
-    for name in (".redo", ".redo.bad"):
+    for name in (UPDATE, f"{UPDATE}.bad"):
         folder.unlink(name, missing_ok=True)
     for name in folder.list("priority"):
         if name.endswith(".head.npy"):  # it names serials, which begin anew

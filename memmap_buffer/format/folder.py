@@ -48,6 +48,7 @@ PUBLISHED_HINT = (
     "it was published, and moved to {}; read the root by the URL that its recorder publishes to: "
     "ConcatBuffer.from_root(url)"
 )
+UPDATE = ".redo"  # there as long as an update is being carried out, see `writing.redo`
 MIRROR = "mirror/blocks.npy"  # which blocks of a folder at a URL are in its local copy, see `remote.blocks`
 # What `publish` leaves in a folder, see `remote.layout`, and what reads that.
 _PUBLISHED_HERE = {"root.json": "ConcatBuffer.from_root", "shard.json": "ReplayBuffer.from_folder"}

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from memmap_buffer.dtypes import any_of
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray, visible_slots
+from memmap_buffer.format.folder import UPDATE
 from memmap_buffer.format.records import (
     CHECK,
     DELETED,
@@ -45,6 +46,7 @@ FEW = 16  # slots: up to so many are looked at one by one, as a call of numpy ta
 FEWER = 8  # of which little more is looked at
 REMEMBERED = 1024  # changes that whoever follows may be behind before it has to read all anew
 UPDATE_SECONDS = 1.0  # that an episode which is being updated is waited for: its writer may stand still meanwhile
+OPENING_SECONDS = 0.1  # likewise by who opens a folder, and cannot know whether that writer is alive
 LOW = 2**32 - 1
 _LOW, _HALF, _ODD = np.uint64(LOW), np.uint64(32), np.uint64(1)
 CHANGES, BASE = STATE_WORD["changes"], STATE_WORD["base"]
@@ -218,18 +220,17 @@ class Journal:
 
     def _read(self, storage: Storage) -> int:
         """All records; returns the change counter before they were read."""
+        before = None
         if self._followed:
-            shown, serials = self.shown, self.table.serial
+            before = self.shown, self.table.serial
         elif self._moment is not None:
-            shown, serials = self._moment[1].shown, self._moment[1].serial
-        else:
-            shown, serials = np.zeros(len(storage.maps.words), np.bool_), NO_SLOTS
-        deadline = time.monotonic() + UPDATE_SECONDS
+            before = self._moment[1].shown, self._moment[1].serial
+        deadline = time.monotonic() + (OPENING_SECONDS if before is None else UPDATE_SECONDS)
         while True:
             changes, base, self._num_damaged = storage.changes, storage.state("base"), storage.num_damaged
             columns = storage.columns()
             # A visible episode may be under an odd generation for the moment of an `update`; a dead writer's stays odd.
-            if not _being_updated(storage, columns, shown, serials) or time.monotonic() > deadline:
+            if not _being_updated(storage, columns, before) or time.monotonic() > deadline:
                 break
             time.sleep(0.001)
         visible, self._twice = visible_slots(columns, base, storage.layout)
@@ -382,10 +383,18 @@ class Journal:
         return gone
 
 
-def _being_updated(storage: Storage, now: Columns, shown: npt.NDArray[np.bool_], serials: IntArray) -> bool:
-    """Whether an episode that was shown was under an odd generation when its record was copied, or was half copied."""
-    gone = np.flatnonzero(shown & ~now.valid & (now.start < now.length))  # else a ring gave it up
-    gone = gone[now.serial[gone] == serials[gone]]
+def _being_updated(storage: Storage, now: Columns, before: tuple[npt.NDArray[np.bool_], IntArray] | None) -> bool:
+    """Whether an episode was under an odd generation when its record was copied, or was half copied, by an `update`.
+
+    Args: before: (slots,) whether each showed an episode when all was read before, and the serials of then; None at the
+        first time, when any episode may be meant as long as an update is going on.
+    """
+    gone = np.flatnonzero(~now.valid & (now.start < now.length))  # else a ring gave it up
+    if before is None:
+        gone = gone if len(gone) and storage.folder.exists(UPDATE) else gone[:0]
+    else:
+        shown, serials = before
+        gone = gone[shown[gone] & (now.serial[gone] == serials[gone])]
     generation = now.generation[gone]  # not that of now: the update may be over, and the copy still lacks the episode
     moved = storage.maps.words[gone, GENERATION] != generation
     return bool((moved | (generation & _ODD == 1)).any())

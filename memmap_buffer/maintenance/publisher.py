@@ -25,7 +25,7 @@ from typing import Any
 from memmap_buffer.dtypes import check_count
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, MemmapBufferError, RemoteError, SchemaError
 from memmap_buffer.format import creation
-from memmap_buffer.format.folder import PUBLISHED, Folder
+from memmap_buffer.format.folder import PUBLISHED, UPDATE, Folder
 from memmap_buffer.format.host import host_name
 from memmap_buffer.format.layout import Layout, new_id
 from memmap_buffer.format.lock import Turn, WriterLock
@@ -294,7 +294,7 @@ class Publisher:
         Raises: BufferLockedError: somebody records it, or publishes it at this moment.
         """
         with locked(Folder(path)):  # before anything else: a writer would take the place of one in this process
-            interrupted = Folder(path).exists(".redo")
+            interrupted = Folder(path).exists(UPDATE)
         if interrupted:
             with closing(Writer(Storage.open(path), WriterLock(Folder(path)), WriteOptions())) as writer:
                 writer.begin()  # which does the update that a kill interrupted

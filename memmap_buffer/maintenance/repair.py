@@ -19,7 +19,7 @@ from memmap_buffer.format import syscalls
 from memmap_buffer.format.blobs import end_of, fault, lengths_of
 from memmap_buffer.format.checksums import checksum_row, digest_of
 from memmap_buffer.format.creation import LEFT_BEHIND, RESERVED
-from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.folder import UPDATE, Folder
 from memmap_buffer.format.layout import BLOBS, MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import CHECKED, CUT, FINAL, GENERATION, MAX_SERIAL, OPEN, RECORD, seal
@@ -151,9 +151,9 @@ def _move_leftovers(place: Folder, survey: Survey) -> None:
                     _move(place, array.name) if place.alone(array.name) else place.unlink(array.name)
         _move(place, name)
     if survey.pending:
-        place.copy_file(redo.NAME, place, _free(place, "redo"))
+        place.copy_file(UPDATE, place, _free(place, "redo"))
     else:
-        _move(place, redo.NAME)
+        _move(place, UPDATE)
     _move(place, redo.BAD)
 
 

@@ -17,6 +17,7 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError
 from memmap_buffer.format.blobs import beyond, fault
 from memmap_buffer.format.creation import LEFT_BEHIND
+from memmap_buffer.format.folder import UPDATE
 from memmap_buffer.format.layout import BLOBS, ArrayFile
 from memmap_buffer.format.records import (
     CHECK,
@@ -375,7 +376,7 @@ class Survey(Storage):
             with redo.left(self) as update:
                 return update
         except OSError as error:
-            return redo.Left(why=self._reason(error, redo.NAME))
+            return redo.Left(why=self._reason(error, UPDATE))
 
     @property
     def pending(self) -> dict[int, redo.Rewrite]:
@@ -395,15 +396,15 @@ class Survey(Storage):
             yield Finding(name, "a change of the schema that was not finished", lost=False)
         if self.folder.exists(redo.BAD):
             yield Finding(redo.BAD, "an update that was cut off, and failed its check when it was finished", lost=False)
-        if not self.folder.exists(redo.NAME):
+        if not self.folder.exists(UPDATE):
             return
         for slot, rewrite in self.pending.items():
             what = "an update that is being carried out, or that the next writer finishes"
-            yield Finding(redo.NAME, what, slot, rewrite.serial, lost=False)
+            yield Finding(UPDATE, what, slot, rewrite.serial, lost=False)
         if self.update_left.why:
-            yield Finding(redo.NAME, f"it {self.update_left.why}, so no update is finished by it", lost=False)
+            yield Finding(UPDATE, f"it {self.update_left.why}, so no update is finished by it", lost=False)
         elif not self.pending:
-            yield Finding(redo.NAME, "an update that was not finished, or of no episode that is here", lost=False)
+            yield Finding(UPDATE, "an update that was not finished, or of no episode that is here", lost=False)
 
 
 def _size(error: OSError) -> int:

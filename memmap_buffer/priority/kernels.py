@@ -4,8 +4,8 @@ Both give the same bits. A loop replaces a dozen calls of numpy, and for a batch
 step is taken for all items of a batch, so that their cache misses overlap.
 
 They are loaded when something is first drawn by priority. Their machine code is kept beside this file, or where
-`NUMBA_CACHE_DIR` says, so that only the first process of an installation waits until they are compiled. That code is
-num_serials by this file alone: whatever the loops go by must stand here.
+`NUMBA_CACHE_DIR` says, so that only the first process of an installation waits until they are compiled. Numba
+compiles it anew when this file changes, and no other: whatever the loops go by must stand here.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.format.blobs import contents_of, encode, encode_many, end_of, index_of
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, crc32, digest_of
 from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.folder import UPDATE
 from memmap_buffer.format.layout import BLOBS, Layout
 from memmap_buffer.format.records import (
     CHECK,
@@ -48,7 +49,7 @@ from memmap_buffer.writing.commit import SlotWriter, WriteHandles, require_room
 
 log = logging.getLogger("memmap_buffer")
 
-NAME, BAD = ".redo", ".redo.bad"
+BAD = f"{UPDATE}.bad"
 MAGIC = b"MBREDO1\n"
 START = struct.Struct("<8sQQII")
 MAX_HEAD = 4 << 20
@@ -73,7 +74,7 @@ class Region:
         for at in range(0, self.size, PART):
             data = read_at(self.fd, min(PART, self.size - at), self.first + at)
             if len(data) < min(PART, self.size - at):
-                raise CorruptBufferError(f"{NAME} was cut while it was read; another program changed it, so open again")
+                raise CorruptBufferError(f"{UPDATE} was cut while it was read; another program changed it, open again")
             yield data
 
 
@@ -193,7 +194,7 @@ def left(storage: Storage) -> Iterator[Left]:
 
     Raises: FileNotFoundError: nothing. CorruptBufferError: it is a link or no plain file.
     """
-    with storage.folder.reading(NAME) as (fd, size):
+    with storage.folder.reading(UPDATE) as (fd, size):
         yield _left(storage, fd, size)
 
 
@@ -455,7 +456,7 @@ def carry_out(files: WriteHandles, rewrites: Iterable[Rewrite]) -> None:
 
 
 def _carry_out_together(files: WriteHandles, rewrites: Sequence[Rewrite]) -> None:
-    files.storage.folder.write_new(NAME, *to_parts(rewrites), sync=files.power)
+    files.storage.folder.write_new(UPDATE, *to_parts(rewrites), sync=files.power)
     _apply(files, rewrites, power=files.power)
 
 
@@ -465,7 +466,7 @@ def finish(files: WriteHandles) -> bool:
     Returns: whether episodes that were hidden by it are back.
     """
     folder = files.storage.folder
-    if not folder.exists(NAME):
+    if not folder.exists(UPDATE):
         return False
     with left(files.storage) as found:
         if found.rewrites:
@@ -476,11 +477,11 @@ def finish(files: WriteHandles) -> bool:
             return True
     files.changed()  # it may have been carried out, but for this
     if not found.why:
-        folder.unlink(NAME)
+        folder.unlink(UPDATE)
         return False
     text = "%s: %s, which an update left, %s; it is put aside as %s, and an episode that it was to change may be lost"
-    log.warning(text, folder.path, NAME, found.why, BAD)
-    folder.rename(NAME, BAD)
+    log.warning(text, folder.path, UPDATE, found.why, BAD)
+    folder.rename(UPDATE, BAD)
     return False
 
 
@@ -488,7 +489,7 @@ def _apply(files: WriteHandles, rewrites: Sequence[Rewrite], *, power: bool) -> 
     """Carry rewrites out: one by one, so that one episode is hidden at a time, or with barriers for all together."""
     for group in [rewrites] if power else [[rewrite] for rewrite in rewrites]:
         _change(files, group, files.sync if power else lambda *_: None)
-    files.storage.folder.unlink(NAME)
+    files.storage.folder.unlink(UPDATE)
 
 
 def _change(files: WriteHandles, rewrites: Sequence[Rewrite], wait: Callable[..., None]) -> None:

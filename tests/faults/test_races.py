@@ -253,6 +253,26 @@ def test_an_episode_stays_visible_while_its_update_stands_still(ring):
     writer.close()
 
 
+def test_who_opens_a_folder_in_the_middle_of_an_update_sees_the_episode(ring):
+    """Fault 28: the records alone do not tell of it then."""
+    before = ReplayBuffer.from_folder(ring, read_only=True).serials.tolist()
+    writer, opened = ReplayBuffer.from_folder(ring), []
+    generations = np.load(ring / "episodes.npy", mmap_mode="r")["generation"]
+
+    def serials():
+        return ReplayBuffer.from_folder(ring, read_only=True).serials.tolist()
+
+    def open_once():
+        if (generations % 2).any() and not opened:
+            opened.append(threads.submit(serials))
+            time.sleep(0.05)  # in which it meets the episode under an odd generation
+
+    with ThreadPoolExecutor(1) as threads, fault_injection.system(before=open_once):
+        writer.update(-1, value=ONE.episode(before[-1], 5)["value"], version=5)
+    assert [seen.result() for seen in opened] == [before]
+    writer.close()
+
+
 def test_an_episode_that_changes_after_it_was_read_keeps_its_final_observation(ring, monkeypatch):
     """Fault 28: nothing about it is asked later."""
     reader, take = ReplayBuffer.from_folder(ring, read_only=True), BatchReader.read

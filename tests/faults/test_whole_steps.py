@@ -15,16 +15,17 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from environments import FIELDS, Environments, require_true_successors, steps_in
 from fault_injection import system, without_barriers
+from inside import around
 from interruptions import interrupted
 
 from memmap_buffer import ReplayBuffer, verify
 from memmap_buffer.writing import commit, episode
+from memmap_buffer.writing.vector_env import EpisodeStream
 
 SIZE, LIMIT = 3, 4
 MODES: dict[str, dict[str, Any]] = {
@@ -148,10 +149,13 @@ def test_where_the_end_of_all_episodes_is_interrupted_the_next_step_ends_the_oth
 def test_where_all_episodes_are_ended_and_it_is_interrupted_then_the_next_step_begins_others(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt("behind the last")
+
     program = Program(tmp_path / "program", mode, skips_resets=False, following=True)
     program.add("plain", "plain")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ReplayBuffer, "_let_stream_go", Mock(side_effect=KeyboardInterrupt))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="behind the last"):
+        around(patch, EpisodeStream, "publish", after=interrupt)
         program.buffer.end_episodes()
     program.add("plain", "end")
     program.end()
