@@ -11,7 +11,7 @@ from s3_server import make_bucket, s3_server
 from memmap_buffer import Field, ReplayBuffer
 from memmap_buffer.priority import kernels
 from memmap_buffer.priority.sum_tree import SumTree
-from memmap_buffer.views.batch_builder import BatchBuilder, RowGather
+from memmap_buffer.views.gather import Gather, RowGather
 
 TORCH = importlib.util.find_spec("torch") is not None
 
@@ -144,19 +144,16 @@ def in_the_middle(monkeypatch):
     """`in_the_middle(action)`: it happens after the first field of the next batch was copied, before the others are."""
 
     def arrange(action, times=1):
-        copy, left = BatchBuilder.copy, [action] * times
+        copy, left = Gather.copy, [action] * times
 
-        def copied(self):
+        def copied(self, whole):
             if not left:
-                return copy(self)
-            batch = dict(field_by_field(self.batch))
+                return copy(self, whole)
+            batch = dict(field_by_field(whole))
             first = next((key for key, column in batch.items() if isinstance(column, RowGather)), None)
-            self.batch = {first: batch[first]} if first is not None else {}
-            columns = copy(self)
+            columns = copy(self, {first: batch[first]} if first is not None else {})
             left.pop()()
-            self.batch = {key: column for key, column in batch.items() if key != first}
-            columns |= copy(self)
-            self.batch = batch
+            columns |= copy(self, {key: column for key, column in batch.items() if key != first})
             return {key: columns[key] for key in batch}
 
         def field_by_field(batch):
@@ -167,7 +164,7 @@ def in_the_middle(monkeypatch):
                 for one, name in zip(column.group.keys, column.group.names, strict=True):
                     yield one, column._replace(group=column.group._replace(keys=(one,), names=(name,)))
 
-        monkeypatch.setattr(BatchBuilder, "copy", copied)
+        monkeypatch.setattr(Gather, "copy", copied)
 
     return arrange
 

@@ -24,14 +24,9 @@ from memmap_buffer.loading.read_ahead import ANSWER_SECONDS, Disk
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import LENGTHS
 from memmap_buffer.views.anchors import Anchors, BoolArray
-from memmap_buffer.views.batch_builder import (
-    BatchBuilder,
-    BFloat16Bits,
-    Columns,
-    find_following,
-    placed,
-)
+from memmap_buffer.views.batch_builder import BatchBuilder, find_following, placed
 from memmap_buffer.views.folders import Folders, Found
+from memmap_buffer.views.gather import BFloat16Bits, Columns
 from memmap_buffer.views.hindsight import HindsightBuilder
 from memmap_buffer.views.view import described
 
@@ -210,7 +205,7 @@ class BatchReader:
             disk.watch()
             if disk.slow:
                 disk.ask(builder)
-        columns, seconds = builder.copy(), perf_counter() - begun
+        columns, seconds = builder.gather.copy(builder.batch), perf_counter() - begun
         if disk.watches or seconds > ANSWER_SECONDS:
             disk.took(seconds)
         return builder, columns, builder.fresh()

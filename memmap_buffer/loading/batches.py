@@ -17,7 +17,7 @@ from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.options import make_tuple
 from memmap_buffer.schema import LENGTHS, nest
 from memmap_buffer.views.anchors import Anchors
-from memmap_buffer.views.batch_builder import BFloat16Bits, Columns, RaggedRows
+from memmap_buffer.views.gather import BFloat16Bits, Columns, RaggedRows
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -28,8 +28,8 @@ from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import SCALE, Highest, Priorities, StepLeaves
 from memmap_buffer.priority.sum_tree import load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
-from memmap_buffer.views.batch_builder import Columns
 from memmap_buffer.views.folders import Folders, id_of
+from memmap_buffer.views.gather import Columns
 
 _SETTLED, _NUM_DAMAGED = attrgetter("settled"), attrgetter("num_damaged")  # of many folders, in half the time
 _ONE = np.zeros(1, np.int64)  # the numbers of the folders where there is one

@@ -55,9 +55,9 @@ class Disk(threading.local):
         if builder.folders.mirrored:  # their rows are fetched
             return
         coded = list[tuple[Storage, str, IntArray, IntArray]]()
-        for storage, chosen, *_ in builder.found.groups:
+        for storage, chosen, *_ in builder.records.groups:
             wanted: dict[str, list[Rows]] = {}
-            for rows in builder.rows_of(chosen):
+            for rows in builder.gather.rows_of(builder.batch.values(), chosen):
                 wanted.setdefault(rows.name, []).append(rows)
             for name, each in wanted.items():
                 gap = ROW_GAP // max(1, builder.schema.fields[name].in_file.itemsize)

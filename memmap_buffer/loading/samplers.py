@@ -17,8 +17,8 @@ from memmap_buffer.items.live_index import LiveIndex
 from memmap_buffer.items.shuffle import Permutation, Quota
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.views.anchors import Anchors
-from memmap_buffer.views.batch_builder import Columns
 from memmap_buffer.views.folders import Found
+from memmap_buffer.views.gather import Columns
 
 MOST = 32  # batches that are read as one: numpy's cost is calls, and there are as many for one batch as for all
 MOST_BYTES = 3 << 19  # and their memory, so that they lie in the second cache until they are asked for

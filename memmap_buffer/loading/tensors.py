@@ -12,7 +12,7 @@ import torch
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.schema import nest
-from memmap_buffer.views.batch_builder import BFloat16Bits, Columns
+from memmap_buffer.views.gather import BFloat16Bits, Columns
 
 
 def torch_seed(generator: torch.Generator | None = None) -> int:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from memmap_buffer.dtypes import NUMERIC, Array
 from memmap_buffer.format.syscalls import process_id
-from memmap_buffer.views.batch_builder import RaggedRows
+from memmap_buffer.views.gather import RaggedRows
 from memmap_buffer.views.memory_pool import ALIGN, array_over
 
 TASK_BATCHES = 16  # how many batches cross together at most: 10,600 a second, one at a time 1,200

@@ -1,44 +1,31 @@
-"""The one engine under every view: rows = first row + t + offsets, clipped into the episode, copied, padded, masked.
+"""The one engine under every view: rows = first row + t + offsets, clipped into the episode, padded, masked.
 
-A view puts columns into a `BatchBuilder`: arrays as they are, or which rows of which field stand there. `copy` then
-copies all of them, and `fresh` tells whether every episode is still what it was when its record was looked up.
+A view puts columns into a `BatchBuilder`: arrays as they are, or which rows of which field stand there. Its `gather`
+then copies these rows, and `fresh` tells whether every episode is still what it was when its record was looked up.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import FALSE, TRUE, Array, decode
-from memmap_buffer.errors import NotEnoughDataError, SchemaError
+from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.journal import CHANGES
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPEN, START, STOP, TERMINATED, Words
-from memmap_buffer.format.source import Fetched, Rows
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.schema import DECLARED, LENGTHS, Field, Schema
+from memmap_buffer.schema import DECLARED, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
-from memmap_buffer.views.folders import EVERY, INDEX_BYTES, FieldGroup, Folders, Found
-from memmap_buffer.views.memory_pool import SMALL
+from memmap_buffer.views.folders import INDEX_BYTES, FieldGroup, Folders, Found
+from memmap_buffer.views.gather import MAX_BATCH_BYTES, Column, Columns, Gather, RowGather, refuse_size
 from memmap_buffer.views.row_ranges import Further, RowRanges
 
-MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
 LOOK = 256  # timesteps that are looked at together for the end of an episode
 NONE = np.empty(0, np.int64)
-
-
-class BFloat16Bits(np.ndarray[Any, np.dtype[np.uint16]]):
-    """uint16 that are the bits of bfloat16 numbers, so that the PyTorch layer knows."""
-
-
-class RaggedRows(list[Array]):
-    """Sequences of their own lengths, one array an item; a list that a transform makes may hold whole columns."""
 
 
 class Ends(NamedTuple):
@@ -68,58 +55,29 @@ class Ends(NamedTuple):
         return cls(name, recorded, names, marked={*names} <= {*schema.ends}, before=before, after=after)
 
 
-class RowGather(NamedTuple):
-    """Rows to be copied of fields that all have them at the same places.
-
-    Attributes:
-        group: the fields.
-        rows: (B,), (B, K), or ranges.
-        missing: those that do not exist, and get `padding`, as a mask of the same shape, or by number; None for none.
-        padding: see `BatchBuilder.put`.
-    """
-
-    group: FieldGroup
-    rows: IntArray | RowRanges
-    missing: BoolArray | IntArray | None = None
-    padding: str = "zero"
-
-    @property
-    def mask(self) -> BoolArray | None:
-        """The missing ones as a mask."""
-        if self.missing is None or self.missing.dtype == np.bool_:
-            return self.missing  # type: ignore[return-value]
-        mask = np.zeros(len(self.rows), np.bool_)  # type: ignore[arg-type]
-        mask[self.missing] = True
-        return mask
-
-
 class Following(NamedTuple):
     """The episodes that items run on into, all (P,), item by item.
 
     Attributes:
         item: whose.
-        found: their records.
+        records: of these episodes.
         start: the first step of each that is shown.
         lead, end: the entries of the item that it has: lead … end - 1.
     """
 
     item: IntArray
-    found: Found
+    records: Found
     start: IntArray
     lead: IntArray
     end: IntArray
 
     def rows(self, final: bool) -> Further:
         """The rows of those entries, of fields with or without `final`."""
-        anchors = self.found.anchors
+        anchors = self.records.anchors
         row = anchors.words.view(np.int64)[:, FIRST_ROW] + self.start  # type: ignore[union-attr]
         row = row + anchors.slot if final else row
         needed = self.end > self.lead
         return Further(self.item[needed], row[needed], self.lead[needed], self.end[needed])
-
-
-Column: TypeAlias = Array | RowGather | RowRanges  # as it is; rows to copy, by the first key; the mask of what exists
-Columns: TypeAlias = dict[str, Array]
 
 
 class BatchBuilder:
@@ -136,20 +94,19 @@ class BatchBuilder:
         plan: see there.
         batch: key -> `Column`, filled by the `put` methods and by views; fields whose rows lie alike are one, by the
             key of the first.
-        anchors: with the records of their episodes.
+        records, anchors: with the records of their episodes.
+        gather: copies rows.
         t, length: (B,) int64 of each anchor and its episode, or of the part of it between two ends.
         begin: (B,) the timestep at which that part begins; 0 where there is none.
     """
 
     def __init__(self, folders: Folders, records: Found, ends: Ends, plan: Any = None) -> None:
         self.schema, self.plan = folders.schema, plan
-        self.found, self.anchors, since = records, records.anchors, records.since
+        self.records, self.anchors, since = records, records.anchors, records.since
         self.batch: dict[str, Column] = {}
-        self._pool, self.folders = folders.pool, folders
+        self.folders, self.gather = folders, Gather(folders, records)
         self._following: Following | None = None
         self._ends, self._parted = ends, False
-        self._fetched: list[Fetched] = []
-        self._broken: tuple[Storage, str, BoolArray] | None = None  # a field of which some items cannot be decoded
         words: Words = self.anchors.words  # type: ignore[assignment]
         halves: npt.NDArray[np.uint32] = words.view(np.uint32)
         self.t, self.length = self.anchors.t, halves[:, STOP].astype(np.int64)
@@ -175,7 +132,7 @@ class BatchBuilder:
     def _set_aside(self, gone: BoolArray) -> None:
         """Cut items of lost episodes from the first row of their slot, which always exists: they are drawn again."""
         self.t, self.length, self._first = np.where(gone, 0, self.t), np.where(gone, 1, self.length), self._first.copy()
-        for storage, chosen, *_ in self.found.groups:
+        for storage, chosen, *_ in self.records.groups:
             self._first[chosen] = np.where(
                 gone[chosen], storage.first_row(self.anchors.slot[chosen], False), self._first[chosen]
             )
@@ -288,7 +245,9 @@ class BatchBuilder:
             not self._ends.marked or ((self._flags & INNER_END).any() | (flags & INNER_END).any())
         ):
             for name in self._ends.names:
-                values = self._copied(name, self._ranges(steps, self.schema.fields[name].final, self.length, "zero"))
+                values = self.gather.copied(
+                    name, self._ranges(steps, self.schema.fields[name].final, self.length, "zero")
+                )
                 ends |= values.any(axis=tuple(range(2, values.ndim)))
             begins[:, 1:] |= ends[:, :-1]
         self.batch |= {first: begins, last: ends}
@@ -389,7 +348,7 @@ class BatchBuilder:
     def put_meta(self, names: Iterable[str]) -> None:
         """Put meta fields, one entry an item."""
         for name in names:
-            self.batch[name] = self.look_meta(name)
+            self.batch[name] = self.gather.meta(name)
 
     # Values that a view computes with
 
@@ -403,7 +362,7 @@ class BatchBuilder:
             self.require_size(name, len(offsets))
         steps = self.t[:, None] + np.arange(offsets.start, offsets.stop, offsets.step)
         rows, missing = self._nearest(steps, self.schema.fields[name].final, limit)
-        values = self._copied(name, rows)
+        values = self.gather.copied(name, rows)
         if missing is not None:
             values[missing] = values.dtype.type()
         return values
@@ -412,21 +371,8 @@ class BatchBuilder:
         """A field at one timestep an item, (B, *field), that is known to exist."""
         field = self.schema.fields[name]
         row = self._first + t
-        values = self._copied(name, row + self.anchors.slot if field.final else row)
+        values = self.gather.copied(name, row + self.anchors.slot if field.final else row)
         return values if field.dtype != "bfloat16" else decode(values, field.dtype)
-
-    def look_meta(self, name: str) -> Array:
-        """A meta field of each item's episode, as stored: (B, *field)."""
-        slot, field = self.anchors.slot, self.schema.meta_fields[name]
-        reach, of = self.found.reach, self.found.of
-        values = None if reach is None or of is None else reach.meta(name, of, slot)
-        if values is not None:
-            return marked(field, values)
-        groups = self.found.groups
-        out = np.empty((len(slot), *field.shape), field.storage)
-        for storage, chosen, *_ in groups:
-            out[chosen] = storage.maps.meta[name].take(slot[chosen], 0, None, "clip")
-        return marked(field, out)
 
     def exists(self, offsets: IntArray | range, limit: IntArray | None = None) -> BoolArray:
         """(B, K) whether timestep `t + offsets` exists, the final observation not counted unless in `limit`."""
@@ -473,211 +419,27 @@ class BatchBuilder:
         further = None if self._following is None else self._following.rows(final)
         return RowRanges(self.first(final) + nearest, lead, stop, steps, padding, further)
 
-    # The copy
-
-    def copy(self) -> Columns:
-        """Copy everything: key -> (B, …), as stored."""
-        out: Columns = {}
-        only = self.found.only
-        if self.folders.mirrored:
-            self._bring(self.batch.values())
-        stored = {} if only is None or self.folders.coded else only.maps.rows
-        later: dict[str, dict[str, RowGather]] = {}  # name of a compressed field -> key -> rows of it
-        for first, column in self.batch.items():
-            if type(column) is not RowGather:
-                out[first] = column.exist() if type(column) is RowRanges else column  # type: ignore[assignment]
-                continue
-            group, rows, missing, _ = column
-            if stored and isinstance(rows, np.ndarray) and rows.size * group.largest < SMALL:
-                for key, name in zip(group.keys, group.names):  # noqa: B905  # twice the time
-                    out[key] = stored[name].take(rows, 0, None, "clip")
-            else:
-                self._copy_fields(out, column, later)
-            if missing is not None or not group.plain:
-                self._mark_missing(out, column)
-        if later:
-            self._put_coded(out, later)
-        return out
-
-    def _copy_fields(self, out: Columns, gather: RowGather, later: dict[str, dict[str, RowGather]]) -> None:
-        """Copy the rows of several fields, but for compressed ones, which are noted for later."""
-        rows, only = gather.rows, self.found.only
-        for key, name in zip(gather.group.keys, gather.group.names, strict=True):
-            if name in self.folders.coded:
-                later.setdefault(name, {})[key] = gather
-                out[key] = rows  # type: ignore[assignment]  # in its place
-            elif only is not None and isinstance(rows, RowRanges):
-                out[key] = rows.copy(only, name, self._pool)
-            else:
-                out[key] = self._copied_there(name, rows)
-
-    def _mark_missing(self, out: Columns, gather: RowGather) -> None:
-        """Fill what does not exist of rows that were copied: the nearest ones, which "edge" asks for."""
-        group, _, missing, padding = gather
-        for key, name in zip(group.keys, group.names, strict=True):
-            if name in self.folders.coded:
-                continue
-            values, field = out[key], self.schema.fields[name]
-            if missing is not None and padding != "edge":
-                values[missing] = values.dtype.type() if padding == "zero" else field.fill
-            if not group.plain:
-                out[key] = marked(field, values)
-
-    def _put_coded(self, out: Columns, wanted: Mapping[str, Mapping[str, RowGather]]) -> None:
-        """Decode the rows of compressed fields, by name and key."""
-        for name, gathers in wanted.items():
-            if self.schema.fields[name].is_list:
-                for key, gather in gathers.items():
-                    out[key], out[LENGTHS + key] = self._padded_lists(name, gather)
-            else:
-                out |= zip(gathers, self._decoded(name, list(gathers.values())), strict=True)
-
-    def _padded_lists(self, name: str, gather: RowGather) -> tuple[Array, IntArray]:
-        """The lists of some rows (B, …, L, *members), zeros behind the end of each; (B, …) how long they are."""
-        _, rows, *_ = gather
-        field, count, lead = self.schema.fields[name], len(self.t), rows.shape
-        length = np.zeros(lead, np.int64)
-        groups = []
-        for storage, chosen, *_ in self.found.groups:
-            members, counts, bad = storage.maps.coded[name].lists(self._rows_in_file(storage, name, chosen, gather))
-            length[chosen] = counts.reshape(length[chosen].shape)
-            if bad.any():
-                items = np.zeros(count, np.bool_) if self._broken is None else self._broken[2]
-                items[chosen] |= bad.reshape(length[chosen].shape).reshape(len(items[chosen]), -1).any(axis=1)
-                self._broken = storage, name, items
-            groups.append((chosen, members))
-        longest = int(length.max(initial=0))
-        if length.size * longest * field.itemsize > MAX_BATCH_BYTES:
-            self._refuse_size(f"field {name!r}", length.size * longest * field.itemsize)
-        out: Array = np.zeros((*lead, longest, *field.shape[1:]), field.entries)
-        there = np.arange(longest) < length[..., None]
-        for chosen, members in groups:
-            if chosen is EVERY:
-                out[there] = members
-            else:
-                part = out[chosen]
-                part[there[chosen]] = members
-                out[chosen] = part
-        return out, length
-
-    def _decoded(self, name: str, wanted: Sequence[RowGather]) -> list[Array]:
-        """Rows of a compressed field, each (B, …, *field): a blob that is wanted several times is decoded once."""
-        field, count = self.schema.fields[name], len(self.t)
-        leads = [gather.rows.shape for gather in wanted]
-        stops = np.cumsum([0, *map(math.prod, leads)])
-        out = self._pool.empty((int(stops[-1]), *field.shape), field.storage)
-        for storage, chosen, *_ in self.found.groups:
-            of = np.concatenate([self._rows_in_file(storage, name, chosen, gather) for gather in wanted])
-            place = np.arange(len(out))
-            if self.found.order is not None:
-                parts = [place[start:stop].reshape(count, -1) for start, stop in pairwise(stops.tolist())]
-                place = np.concatenate([part[chosen].ravel() for part in parts])
-            if name not in storage.maps.coded:
-                out[place] = of
-                continue
-            bad = storage.maps.coded[name].decode_into(of, out, place)
-            if len(bad):
-                starts = stops[np.searchsorted(stops, place[bad], side="right") - 1]
-                per_item = np.diff(stops)[np.searchsorted(stops, place[bad], side="right") - 1] // count
-                items = np.zeros(count, np.bool_) if self._broken is None else self._broken[2]
-                items[(place[bad] - starts) // per_item] = True
-                self._broken = storage, name, items
-        parts = [out[start:stop] for start, stop in pairwise(stops.tolist())]
-        return [marked(field, part.reshape(*lead, *field.shape)) for lead, part in zip(leads, parts, strict=True)]
-
-    def _rows_in_file(self, storage: Storage, name: str, chosen: Any, gather: RowGather) -> Array:
-        """The rows of some items (n, …) in the file of a field of one folder, with its padding, one behind the other.
-
-        Of a compressed field they are its index.
-        """
-        rows, missing, padding = gather.rows, gather.mask, gather.padding
-        field = storage.layout.schema.fields[name].in_file
-        if isinstance(rows, RowRanges):
-            return rows[chosen].copy(storage, name, self._pool).reshape(-1, *field.shape)
-        values: Array = storage.maps.rows[name].take(rows[chosen], 0, None, "clip")
-        if missing is not None and padding != "edge":
-            values[missing[chosen]] = values.dtype.type() if padding == "zero" else field.fill
-        return values.reshape(-1, *field.shape)
-
-    def _bring(self, columns: Iterable[Column]) -> None:
-        """Have rows fetched that are about to be copied; a folder that is there whole is asked for none."""
-        wanted: list[tuple[Storage, list[Rows]]] = []
-        for storage, chosen, *_ in self.found.groups:
-            if storage.mirror is None:
-                continue
-            whole = storage.mirror.whole()
-            if whole is not None:
-                self._fetched.append(whole)
-                continue
-            wanted.append((storage, self.rows_of(chosen, columns)))
-            source = storage.mirror
-        if wanted:
-            self._fetched.append(source.bring(wanted))
-
-    def _copied(self, name: str, rows: IntArray | RowRanges) -> Array:
-        """Rows of a field, folder by folder: (B, …, *field)."""
-        if self.folders.mirrored:
-            self._bring([RowGather(self.folders.groups["", name][0], rows)])
-        if name in self.folders.coded:
-            return self._decoded(name, [RowGather(self.folders.groups["", name][0], rows)])[0]
-        return self._copied_there(name, rows)
-
-    def _copied_there(self, name: str, rows: IntArray | RowRanges, only: Storage | None = None) -> Array:
-        """Rows of a field that is not compressed, once they are there; of the `only` folder, if there is one."""
-        only = only or self.found.only
-        if only is None:
-            return self._copied_of_several(name, rows)
-        if isinstance(rows, RowRanges):
-            return rows.copy(only, name, self._pool)
-        stored = only.maps.rows[name]
-        small = rows.size * stored.strides[0] < SMALL
-        out = None if small else self._pool.empty((*rows.shape, *stored.shape[1:]), stored.dtype)
-        return stored.take(rows, 0, out, "clip")
-
-    def _copied_of_several(self, name: str, rows: IntArray | RowRanges) -> Array:
-        """Rows of a field that is not compressed, where there may be several folders."""
-        reach, of = self.found.reach, self.found.of
-        if reach is not None and of is not None:
-            values = (
-                reach.ranges(name, of, rows, self._pool) if isinstance(rows, RowRanges) else reach.rows(name, of, rows)
-            )
-            if values is not None:
-                return values
-        order, groups = self.found.order, self.found.groups
-        if order is None:
-            return self._copied_there(name, rows, groups[0].storage)
-        rows, field = rows[order], self.schema.fields[name]
-        by_folder = self._pool.empty((*rows.shape, *field.shape), field.storage)
-        for storage, _, part, _ in groups:
-            if isinstance(rows, RowRanges):
-                by_folder[part] = rows[part].copy(storage, name, self._pool)
-            else:
-                storage.maps.rows[name].take(rows[part], 0, by_folder[part], "clip")
-        out = self._pool.empty(by_folder.shape, by_folder.dtype)
-        return by_folder.take(self.found.place, 0, out, "clip")
+    # The end
 
     def fresh(self) -> BoolArray | None:
         """(B,) whether the rows that were copied are those of the anchors, None for all; true only after all copying.
 
         What a folder showed at a value of its change counter is as it was as long as that stands.
         """
-        since, has_since, only = self._since, self._since is not None, self.found.only
-        nothing_else = self._there is None and self._broken is None and self._following is None and not self._fetched
+        since, has_since, only = self._since, self._since is not None, self.records.only
+        gather = self.gather
+        copied = gather.broken is None and not gather.fetched
+        nothing_else = copied and self._there is None and self._following is None
         if has_since and nothing_else and only is not None and only.maps.state.item(CHANGES) == since:
             return None
-        same = self.found.unchanged()
+        same = self.records.unchanged()
         if has_since and self._ends.names and self._ends.after and self._ends.marked:
             same &= self._flags & INNER_END == 0
-        if self._fetched and not all(rows.unchanged() for rows in self._fetched):
-            same[:] = False  # a block was given back before its rows were copied
         if self._following is not None:
             item, records, *_ = self._following
-            same[item[~(records.unchanged() & self.found.is_beside(records))]] = False
-        if self._broken is not None:  # while it was copied it may have been overwritten
-            storage, name, items = self._broken
-            if (same & items).any():
-                serial = int(self.anchors.serial[same & items][0])
-                raise storage.damaged_blob(name, f"episode {serial} has a timestep that cannot be decoded")
+            same[item[~(records.unchanged() & self.records.is_beside(records))]] = False
+        if not copied:
+            gather.require(same)
         return same if self._there is None else same & self._there
 
     def kept(self, columns: Columns, chosen: BoolArray, fitted: bool) -> Columns:
@@ -696,21 +458,9 @@ class BatchBuilder:
                 out |= {key: out[key][:, :-less] for key in keys}
         return out
 
-    def rows_of(self, chosen: Any, columns: Iterable[Column] | None = None) -> list[Rows]:
-        """The rows that `copy` will read for some items, item by item; of all columns, or of these."""
-        out = []
-        for column in self.batch.values() if columns is None else columns:
-            if type(column) is RowGather:
-                rows = column.rows
-                low, high = rows.rows() if isinstance(rows, RowRanges) else (rows.ravel(), rows.ravel() + 1)
-                if chosen is not EVERY:
-                    low, high = (part.reshape(len(self.t), -1)[chosen].ravel() for part in (low, high))
-                out += [Rows(name, low, high) for name in column.group.names]
-        return out
-
     def _refuse_fields(self, group: FieldGroup, steps: int) -> None:
         name = max(group.names, key=lambda name: self.schema.fields[name].itemsize)
-        self._refuse_size(f"field {name!r}", len(self.t) * steps * group.largest)
+        refuse_size(len(self.t), f"field {name!r}", len(self.t) * steps * group.largest)
 
     def require_size(self, name: str, steps: int) -> None:
         """Raise SchemaError where so many timesteps an item of a field are too many."""
@@ -721,13 +471,7 @@ class BatchBuilder:
     def _require_mask(self, offsets: IntArray | range) -> None:
         size = len(self.t) * len(offsets) * INDEX_BYTES
         if size > MAX_BATCH_BYTES:
-            self._refuse_size("the mask", size)
-
-    def _refuse_size(self, what: str, size: int) -> None:
-        raise SchemaError(
-            f"{what}: a batch of {len(self.t)} items takes {size / 2**30:.1f} GiB, more than "
-            f"{MAX_BATCH_BYTES >> 30}; lower batch_size, leave it out, or cut windows"
-        )
+            refuse_size(len(self.t), "the mask", size)
 
 
 def find_following(folders: Folders, anchors: Anchors) -> tuple[IntArray, Found]:
@@ -742,11 +486,6 @@ def find_following(folders: Folders, anchors: Anchors) -> tuple[IntArray, Found]
 def array_of(offsets: IntArray | range) -> IntArray:
     """Offsets as an array; a range of any step."""
     return np.arange(offsets.start, offsets.stop, offsets.step) if isinstance(offsets, range) else offsets
-
-
-def marked(field: Field, values: Array) -> Array:
-    """The values of a field, marked as bfloat16 where they are."""
-    return values.view(BFloat16Bits) if field.dtype == "bfloat16" else values
 
 
 def placed(parts: list[tuple[IntArray, Columns]], count: int) -> Columns:

@@ -19,8 +19,9 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Schema
 from memmap_buffer.views.anchors import BoolArray
-from memmap_buffer.views.batch_builder import BatchBuilder, Ends, array_of, marked
+from memmap_buffer.views.batch_builder import BatchBuilder, Ends, array_of
 from memmap_buffer.views.folders import Folders, Found
+from memmap_buffer.views.gather import marked
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ class HindsightBuilder(BatchBuilder):
         super().put_meta(names)
         name = self._how.goal
         if name in self.schema.meta_fields and name in self.batch:
-            values = self.look_meta(name)
+            values = self.gather.meta(name)
             values[self._chosen] = self._goal[self._chosen]
             self.batch[name] = values
 
@@ -233,9 +234,9 @@ class HindsightBuilder(BatchBuilder):
     def _rows_of(self, name: str, item: IntArray, t: IntArray) -> Array:
         """Rows of a field as stored, (N, *field): timestep t of the episodes of some items."""
         rows = self.first(self.schema.fields[name].final)[item] + t
-        groups, field = self.found.groups, self.schema.fields[name]
+        groups, field = self.records.groups, self.schema.fields[name]
         slot, serial = self.anchors.slot[item], self.anchors.serial[item]
-        if self.found.order is None:
+        if self.records.order is None:
             return groups[0].storage.read_rows(name, rows, slot, serial)
         out, group_of = np.empty((len(item), *field.shape), field.storage), np.empty(len(self.t), np.int64)
         for number, group in enumerate(groups):

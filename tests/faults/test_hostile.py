@@ -900,7 +900,7 @@ def test_the_limits_are_those_of_the_security_page() -> None:
     """SECURITY.md names numbers; they are these."""
     text = (Path(__file__).parents[2] / "SECURITY.md").read_text()
     from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, MAX_SLOTS
-    from memmap_buffer.views.batch_builder import MAX_BATCH_BYTES
+    from memmap_buffer.views.gather import MAX_BATCH_BYTES
 
     assert f"{MAX_SCHEMA_BYTES >> 20} MiB" in text
     assert f"2^{int(math.log2(MAX_SLOTS))}" in text

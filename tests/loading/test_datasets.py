@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate
 
 from memmap_buffer import ConcatBuffer, NotEnoughDataError, NStep, Offsets, Prioritized, SchemaError, Trajectory, Window
 from memmap_buffer.schema import nest
-from memmap_buffer.views.batch_builder import BatchBuilder
+from memmap_buffer.views.gather import Gather
 
 FIELDS = {
     "number": ((), torch.int64),
@@ -188,14 +188,14 @@ def test_changing_a_batch_in_place_leaves_the_files_unchanged(recorded, options,
 
 def test_a_batch_is_gathered_once_however_large_it_is(recorded, monkeypatch):
     calls = []
-    copy = BatchBuilder.copy
+    copy = Gather.copy
 
-    def copied(self):
-        columns = copy(self)
+    def copied(self, batch):
+        columns = copy(self, batch)
         calls.extend(columns)
         return columns
 
-    monkeypatch.setattr(BatchBuilder, "copy", copied)
+    monkeypatch.setattr(Gather, "copy", copied)
     dataset = recorded().dataset(timestep_level=True)
     for indices in ([0], list(range(18))):
         calls.clear()

@@ -12,7 +12,7 @@ from inside import storage_of
 from memmap_buffer import ConcatBuffer, Field, Offsets, ReplayBuffer, Window
 from memmap_buffer.format.folder import disk_reads, will_need
 from memmap_buffer.loading import batch_reader, epochs, read_ahead
-from memmap_buffer.views.batch_builder import BatchBuilder, RowGather
+from memmap_buffer.views.gather import Gather, RowGather
 from memmap_buffer.views.row_ranges import RowRanges
 
 FIELDS = {"t": "int", "observation": Field("float", (3,), final=True), "other": "float"}
@@ -45,23 +45,23 @@ def record(buffer, episodes):
 def events(monkeypatch):
     """What happens, in order: ("ask", array, rows) and ("read", array, rows)."""
     seen = []
-    copy = BatchBuilder.copy
+    copy = Gather.copy
 
     def asked(array, ranges):
         seen.extend(("ask", id(array), set(range(*each))) for each in ranges)
         will_need(array, ranges)
 
-    def copied(self):
-        for column in self.batch.values():
+    def copied(self, batch):
+        for column in batch.values():
             if isinstance(column, RowGather):
-                for storage, chosen, *_ in self.found.groups:
+                for storage, chosen, *_ in self.records.groups:
                     rows = numbers(column.rows[chosen])
                     seen.extend(("read", id(storage.maps.rows[name]), rows) for name in column.group.names)
-        return copy(self)
+        return copy(self, batch)
 
     monkeypatch.setattr(read_ahead, "will_need", asked)
     monkeypatch.setattr(read_ahead, "GAP_BYTES", 0)
-    monkeypatch.setattr(BatchBuilder, "copy", copied)
+    monkeypatch.setattr(Gather, "copy", copied)
     monkeypatch.setattr(read_ahead.Disk, "ask", lambda self, builder: None)  # windows alone are asked for
     return seen
 

@@ -95,6 +95,10 @@ def check(batch, lives=None):
     return seen
 
 
+def copied(builder):
+    return builder.gather.copy(builder.batch)
+
+
 def batches(buffer, how):
     return buffer.dataloader(4, return_indices=True, **OPTIONS[how])
 
@@ -106,14 +110,14 @@ def test_what_was_planned_is_read_from_the_shard_that_it_was_looked_up_in(root, 
     reader = BatchReader(folders, {"return_indices": True, **OPTIONS[how]})
     index = reader.index()
     anchors = reader.crop(index.locate(np.arange(len(index))), lambda: np.random.default_rng(0))
-    gather = reader.build(anchors)
+    builder = reader.build(anchors)
     sizes = {"max_episodes": 1, "max_timesteps": 2, "lengths": (2,)} if smaller else {}
     for number in (0, 2):
         replaced(root, number, life=1, **sizes)
     folders.refresh()
-    batch = gather.copy()
+    batch = copied(builder)
     assert check(batch) == {0}
-    assert gather.fresh().all()
+    assert builder.fresh().all()
     assert 1 in check(ConcatBuffer.from_root(root).sample(200, return_indices=True, **OPTIONS["timesteps"]))
 
 
@@ -278,7 +282,7 @@ def test_a_record_that_is_forged_while_it_is_mapped_leads_to_no_row_of_another_s
 def test_maps_live_as_long_as_a_plan_and_no_longer(root):
     buffer = ConcatBuffer.from_root(root)
     reader = BatchReader(folders_of(buffer), {"return_indices": True, **OPTIONS["timesteps"]})
-    gather = reader.build(reader.index().locate(np.arange(36)))
+    builder = reader.build(reader.index().locate(np.arange(36)))
     maps = [weakref.ref(storage.maps.rows["y"].base) for storage in folders_of(buffer).storages[1:]]
     for number in (1, 2):
         shutil.rmtree(root / f"shard-{number:05}")
@@ -286,8 +290,8 @@ def test_maps_live_as_long_as_a_plan_and_no_longer(root):
     buffer.refresh()
     gc.collect()
     assert all(map() is not None for map in maps)
-    assert check(gather.copy()) == {0}
-    del gather
+    assert check(copied(builder)) == {0}
+    del builder
     reader.index(refresh=True)
     gc.collect()
     assert [map() for map in maps] == [None, None]  # so the disk gets back what was removed
@@ -298,11 +302,11 @@ def test_what_a_batch_reads_by_address_is_held_though_another_thread_put_it_in_t
     folders = folders_of(ConcatBuffer.from_root(root))
     reader = BatchReader(folders, {"return_indices": True, **OPTIONS["timesteps"]})
     index = reader.index()
-    gather = reader.build(index.locate(np.arange(len(index))))
+    builder = reader.build(index.locate(np.arange(len(index))))
     served = [weakref.ref(table.__dict__.pop("served")) for table in folders.tables]
     gc.collect()
     assert all(array() is not None for array in served)
-    assert check(gather.copy()) == {0}
+    assert check(copied(builder)) == {0}
 
 
 def test_maps_that_two_threads_made_at_a_time_are_held_as_long_as_either_is_read(root, monkeypatch):
@@ -311,23 +315,23 @@ def test_maps_that_two_threads_made_at_a_time_are_held_as_long_as_either_is_read
     anchors = reader.index().locate(np.arange(36))
     one, address_of = folders.storages[1], by_address.address_of
     theirs, mine = one.maps, Storage.open(one.path, read_only=True).maps
-    rows, gathers, others = weakref.ref(theirs.rows["y"].base), [], [theirs]
+    rows, builders, others = weakref.ref(theirs.rows["y"].base), [], [theirs]
 
     def told(array):
         if array is mine.rows["y"] and others:  # the first thread is about to keep what it has told
             one.__dict__["maps"] = others.pop()
-            gathers.append(reader.build(anchors))
-            check(gathers[0].copy())
+            builders.append(reader.build(anchors))
+            check(copied(builders[0]))
             one.__dict__["maps"] = mine
         return address_of(array)
 
     monkeypatch.setattr(by_address, "address_of", told)
     one.__dict__["maps"] = mine
-    check(reader.build(anchors).copy())
+    check(copied(reader.build(anchors)))
     del theirs
     gc.collect()
     assert rows() is not None
-    assert check(gathers[0].copy()) == {0}
+    assert check(copied(builders[0])) == {0}
 
 
 @pytest.mark.parametrize("how", OPTIONS)
