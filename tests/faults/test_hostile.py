@@ -693,7 +693,7 @@ def redos() -> dict[str, bytes]:
     }
 
     def but(data: bytes = b"x" * 8, **changes: Any) -> bytes:
-        return redo({**head, **changes}, data)
+        return redo([{**head, **changes}], data)
 
     def piece(key: Any, offset: Any, length: Any, data: bytes = b"x" * 8) -> bytes:
         return but(data, pieces=[[key, offset, length]])
@@ -705,18 +705,21 @@ def redos() -> dict[str, bytes]:
         "a magic": b"MBREDO1\n",
         "a magic and zeros": b"MBREDO1\n" + bytes(16),
         "no JSON": redo(b"{"),
-        "no object": redo([]),
+        "no rewrite": redo([]),
         "a number": redo(7),
-        "nothing in it": redo({}),
+        "a rewrite alone": redo(head, b"x" * 8),
+        "no object": redo([7], b"x" * 8),
+        "nothing in it": redo([{}]),
+        "a rewrite and a number": redo([head, 7], b"x" * 8),
         "deep": redo(b"[" * 100_000),
         "long": redo(b" " * 2**21),
-        "a size beyond the file": redo(head, b"x" * 8, size=2**63),
-        "a size of 2**64 - 1": redo(head, b"x" * 8, size=2**64 - 1),
-        "a size before the end of the file": redo(head, b"x" * 8, size=100),
-        "a head beyond the file": redo(head, b"x" * 8, head=2**63),
-        "a head of 2**64 - 1": redo(head, b"x" * 8, head=2**64 - 1),
-        "another CRC": redo(head, b"x" * 8, crc=7),
-        "another CRC of the head": redo(head, b"x" * 8, head_crc=7),
+        "a size beyond the file": redo([head], b"x" * 8, size=2**63),
+        "a size of 2**64 - 1": redo([head], b"x" * 8, size=2**64 - 1),
+        "a size before the end of the file": redo([head], b"x" * 8, size=100),
+        "a head beyond the file": redo([head], b"x" * 8, head=2**63),
+        "a head of 2**64 - 1": redo([head], b"x" * 8, head=2**64 - 1),
+        "another CRC": redo([head], b"x" * 8, crc=7),
+        "another CRC of the head": redo([head], b"x" * 8, head_crc=7),
         **{f"slot {value!r}": but(slot=value) for value in (-1, 6, 2**31, 2**64, 3.0, "3", None, True, [3])},
         **{f"serial {value!r}": but(serial=value) for value in (-1, 4, 2**64, 3.0, "3", None)},
         **{f"generation {value!r}": but(generation=value) for value in (-2, 1, 2**64, 2.5, None, generation - 2)},

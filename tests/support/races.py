@@ -235,7 +235,7 @@ def read(folder: Path, truth: Truth, until: Callable[[], bool]) -> Counter[str]:
                 seen.update(rows=1, episode=1, wrong=not _is_right(buffer.episode(-1), truth))
             serials = buffer.serials
             seen["went back"] += len(serials) == 0 or int(serials[-1]) < newest
-            newest = max(newest, *serials.tolist())
+            newest = max([newest, *serials.tolist()])
     return seen
 
 
