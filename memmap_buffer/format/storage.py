@@ -56,6 +56,7 @@ log = logging.getLogger("memmap_buffer")
 
 FEW = 16  # slots, of which numbers are quicker than arrays
 MAX_VIEWS = 256  # of several rows as one item, that are kept
+ROUNDS = 16  # in which records are copied again that a writer changed meanwhile
 _DELETED_WORD = np.uint64(DELETED << 32)
 _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 
@@ -288,7 +289,10 @@ class Storage:
 
     def columns(self) -> Columns:
         """The columns of all records as they are now, but for what is damaged or in doubt."""
+        changes = self.changes
         columns = columns_of(self.maps.words, self.layout.max_timesteps, self.layout.rows)
+        if self.layout.rows is None:
+            self._copy_again(columns, changes)
         if self._doubts is not None:
             columns = self._cut_back(columns)
         if self._void:
@@ -297,6 +301,25 @@ class Storage:
                 good[slot] &= columns.serial[slot] != number
             columns = columns._replace(valid=good)
         return columns
+
+    def _copy_again(self, columns: Columns, changes: int) -> None:
+        """Copy records again, one by one, that a writer changed while all of them were copied.
+
+        One of them may be half an older one; and where another is newer, an episode between these two was left out.
+
+        Args: changes: the change counter before all were copied.
+        """
+        words, longest = self.maps.words, self.layout.max_timesteps
+        doubtful = np.flatnonzero(~columns.valid & (columns.generation != 0))
+        for _ in range(ROUNDS):
+            now, changed = self.changes, self.changed_since(changes)
+            slots = np.arange(len(words)) if changed is None else np.union1d(changed, doubtful)
+            if not len(slots):
+                return
+            again = columns_of(words[slots], longest, None, slots)
+            for name, values in again._asdict().items():
+                getattr(columns, name)[slots] = values
+            changes, doubtful = now, slots[~again.valid & (words[slots, GENERATION] != again.generation)]
 
     @property
     def changes(self) -> int:

@@ -24,7 +24,7 @@ from inside import changes_of, files_of, storage_of
 from profiles import examples
 
 from memmap_buffer import ReplayBuffer, SchemaMismatchError, repair
-from memmap_buffer.format import journal
+from memmap_buffer.format import journal, records
 from memmap_buffer.format.journal import REMEMBERED
 from memmap_buffer.format.records import DELETED
 from memmap_buffer.format.storage import Storage
@@ -294,6 +294,46 @@ def test_who_finds_nothing_new_had_seen_all_that_was_published_before(
     monkeypatch.setattr(storage, "maps", replace(storage.maps, state=storage.maps.state.view(FollowedMeanwhile)))
     assert buffer.update_priorities([[1, 0]], [5.0]) == 0
     assert seen
+
+
+class StandsStill(np.ndarray):
+    """Records that a reader copies word by word, and a writer changes when it copied some of the words."""
+
+    writes: list[Callable[[], None]]
+    words: int
+
+    @property
+    def T(self) -> np.ndarray:  # type: ignore[override]
+        before = np.array(self[:, : StandsStill.words])
+        while StandsStill.writes:
+            StandsStill.writes.pop()()
+        return np.concatenate([before, self[:, StandsStill.words :]], axis=1).T
+
+
+@pytest.mark.parametrize("words", [records.GENERATION + 1, records.SHOWN, records.CHECK])
+@pytest.mark.parametrize("count", [1, 5, 9, 700])
+def test_a_reader_that_stands_still_while_it_copies_all_records_misses_none(
+    tmp_path: Path, count: int, words: int
+) -> None:
+    """The words are copied one after the other; meanwhile the writer goes round the ring, perhaps many times."""
+    writer = make(tmp_path / "ring", 3)
+    storage = Storage.open(tmp_path / "ring", read_only=True)
+    assert len(shown_by(storage)) == 3
+    StandsStill.writes, StandsStill.words = [lambda: store(writer, 1)] * count, words
+    storage.maps = replace(storage.maps, words=storage.maps.words.view(StandsStill))
+    storage.journal.doubt()  # so that it reads all anew
+    store(writer, 1)
+    seen = [serial for serial, *_ in shown_by(storage)]
+    assert not StandsStill.writes
+    assert seen == [*range(4 + count)][-6:]
+    writer.close()
+
+
+def test_a_record_that_is_damaged_is_not_copied_for_ever(tmp_path: Path) -> None:
+    make(tmp_path / "ring", 6).close()
+    rewrite_record(tmp_path / "ring", 2, serial=77, check=7)
+    reader = ReplayBuffer.from_folder(tmp_path / "ring", read_only=True)
+    assert reader.serials.tolist() == [0, 1, 3, 4, 5]
 
 
 def test_an_update_is_waited_for_by_who_only_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
