@@ -202,7 +202,7 @@ class Journal:
         if slots is None and not anew:
             storage.require_schema()
         self.version = self._moved = None  # until all is done
-        changed = None
+        changed, is_far_behind = None, slots is None
         if may_be_followed:
             if not self._followed:
                 self._begin_to_follow(storage)
@@ -217,6 +217,8 @@ class Journal:
             self._changes.append(Change(self.mark + 1, changed, self._moved))
             self.mark += 1
         self.version = changes
+        if is_far_behind and changed is not None:  # meanwhile one record may have changed, and a newer one was taken in
+            self._catch_up(storage)
 
     def _read(self, storage: Storage) -> int:
         """All records; returns the change counter before they were read."""

@@ -329,6 +329,29 @@ def test_a_reader_that_stands_still_while_it_copies_all_records_misses_none(
     writer.close()
 
 
+def test_a_reader_that_is_far_behind_and_stands_still_leaves_out_no_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks for the records that changed, then the writer goes round the ring, and then it takes in these alone."""
+    writer, changed = make(tmp_path / "ring", 6), journal.changed_records
+    storage = Storage.open(tmp_path / "ring", read_only=True)
+    assert len(shown_by(storage)) == 6
+    store(writer, 1)
+    assert len(shown_by(storage)) == 6
+
+    def stand_still(*arguments: Any) -> Any:
+        slots = changed(*arguments)
+        for _ in range(6):
+            store(writer, 1)
+        return slots
+
+    monkeypatch.setattr(journal, "changed_records", stand_still)
+    for _ in range(600):
+        writer.update(3, x=np.ones((LENGTH,)))
+    assert [serial for serial, *_ in shown_by(storage)] == [*range(7, 13)]
+    writer.close()
+
+
 def test_a_record_that_is_damaged_is_not_copied_for_ever(tmp_path: Path) -> None:
     make(tmp_path / "ring", 6).close()
     rewrite_record(tmp_path / "ring", 2, serial=77, check=7)
