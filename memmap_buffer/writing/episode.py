@@ -374,7 +374,7 @@ class Episode(Block):
             OSError: the disk is full, say. Nothing became visible, and the episode can be published again.
         """
         if self.length and self.state == "open":
-            self.writer.publish(self, cut=cut)
+            self.writer.publish({self: cut})
             self.release()
         else:
             self.require_open()

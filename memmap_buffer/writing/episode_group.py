@@ -121,9 +121,16 @@ class EpisodeGroup(Block):
     def publish(self) -> None:
         """Publish the episodes, in the order of the batch axis."""
         self._settle_interrupted()
-        for episode in self.episodes:
-            if episode.state == "open":
-                episode.publish()
+        self._publish(dict.fromkeys([episode for episode in self.episodes if episode.state == "open"], False))
+
+    def _publish(self, cut: Mapping[Episode, bool]) -> None:
+        """Publish open episodes together, those that were `cut` short flagged; those without steps are dropped."""
+        self._writer.publish({episode: is_cut for episode, is_cut in cut.items() if episode.length})
+        for episode in cut:
+            if episode.length:
+                episode.release()
+            else:
+                episode.abort()
 
     def abort(self) -> None:
         """Drop all that are open."""
@@ -136,6 +143,8 @@ class EpisodeGroup(Block):
             for episode in self.episodes:
                 episode.held = None  # none of them is over as long as this runs
             self._settle_interrupted()
+            if kind is None:
+                self.publish()
             for episode in self.episodes:
                 episode.leave(kind, error, trace)
         except Exception:

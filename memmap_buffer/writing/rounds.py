@@ -15,7 +15,7 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
-from memmap_buffer.format.records import SHOWN, WORDS
+from memmap_buffer.format.records import SHOWN, WORDS, Words
 from memmap_buffer.format.syscalls import BLOCK, allocate, write_all
 from memmap_buffer.schema import Field
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles
@@ -122,6 +122,7 @@ class Round:
         self._pairs: dict[int, tuple[Episode, SlotWriter]] = {}
         self._is_member = np.zeros(size, np.bool_)
         self._fields = maps.fields_of(size)
+        self._all: Words | None = None  # of each slot, what is shown of it once its step is, while that is under way
         # By environment, the slot, the timestep that is next, and the one before which there is room on the disk.
         self._slot, self._t, self._until = np.zeros((3, size), np.int64)
         self.look()
@@ -141,11 +142,6 @@ class Round:
         """The episode of an environment is appended to no longer, once `look` was called."""
         self._pairs.pop(i, None)
         self._is_member[i] = self.is_whole = False
-
-    @property
-    def slot_writers(self) -> list[SlotWriter]:
-        """The writers of the episodes' slots."""
-        return [slot_writer for _, slot_writer in self._pairs.values()]
 
     def _look_at(self, i: int) -> None:
         _, slot_writer = self._pairs[i]
@@ -193,6 +189,15 @@ class Round:
                     column = np.ndarray(len(column), whole, np.ascontiguousarray(column))
                 rows[following[final]] = column
 
+    def begin_to_show(self) -> None:
+        """Episodes of no round are shown first with the same step: should only some be, `show_all` makes up for it."""
+        self._all = self.maps.shown[self.slots] + ONE_STEP
+
+    def show_all(self) -> None:
+        """Show what was written where it was begun; twice is fine."""
+        if self._all is not None:
+            self.maps.shown[self.slots] = self._all
+
     def show(self) -> None:
         """Show what was written, by one store for all. Readers are still to be told."""
         following, shown = self._next, self.maps.shown
@@ -201,6 +206,7 @@ class Round:
             shown[slot] = shown.item(slot) + STEP
         else:
             shown[self.slots] += ONE_STEP
+        self._all = None
         following[0] += 1
         following[1] += 1
         self._t += 1
@@ -211,6 +217,7 @@ class Round:
 
     def settle(self) -> None:
         """Whatever went wrong: go on from what is shown."""
+        self._all = None
         for i in self._pairs:
             self._look_at(i)
         self.look()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -228,12 +228,14 @@ class EpisodeStream(EpisodeGroup):
             self._settle()  # an end that was shown counts, also where the program ends behind an interruption
         self._missing = self  # if this is interrupted, the next step ends the others
         self._round, self._sure = None, False  # also behind the last of them: none is appended to again
+        ends = {}
         for i, episode in enumerate(self.episodes):
             if episode.state == "open":
                 final = {name: rows[i] for name, rows in self._following.items()}
                 if episode.length and final and not (episode.ended or episode.finals) and _has_room(episode, final):
                     episode.set_final(final)
-                episode.publish(cut=(cut or episode.length == self._limit) and not episode.ended)
+                ends[episode] = (cut or episode.length == self._limit) and not episode.ended
+        self._publish(ends)
         self._missing = missing
 
     def begin_anew(self) -> None:
@@ -276,15 +278,26 @@ class EpisodeStream(EpisodeGroup):
         self.complete()
         none_is_full = self._round is not None and self._round.remaining > 0
         looked = np.flatnonzero(over).tolist() if self._sure and none_is_full else range(len(self.episodes))
+        ended = []
         for i in looked:
             episode = self.episodes[i]
             tried = episode.serial >= 0 and self._writer.how.publish == "episode"
             if episode.state == "open" and (tried or episode.ended or episode.length == self._limit):
                 if self._round is not None:
                     self._round.leave(i)
-                episode.publish(cut=not episode.ended)
-                self._idle.append(i)
-                if self.schema.final_names and not (episode.ended or episode.finals):
+                ended.append(i)
+        if ended:
+            self._publish_ended(ended)
+
+    def _publish_ended(self, ended: Sequence[int]) -> None:
+        """Publish the episodes of some environments; the next step may tell what was seen last in those that are."""
+        episodes = [self.episodes[i] for i in ended]
+        try:
+            self._publish({episode: not episode.ended for episode in episodes})
+        finally:
+            self._idle += ended
+            for i, episode in zip(ended, episodes, strict=True):
+                if self.schema.final_names and episode.state == "published" and not (episode.ended or episode.finals):
                     self._cut[i] = episode, {}
 
     def _recorded(self, over: Array) -> IntArray:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import filterfalse
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -25,7 +26,7 @@ from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, ReadOnlyE
 from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import WriterLock
-from memmap_buffer.format.records import CUT, DELETED, FINAL, GENERATION, INNER_END, OPEN, TERMINATED
+from memmap_buffer.format.records import CUT, DELETED, EXTENT, FINAL, GENERATION, INNER_END, OPEN, TERMINATED
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit, show
@@ -36,7 +37,7 @@ from memmap_buffer.writing.slots import SlotAllocator
 from memmap_buffer.writing.validation import Whole
 
 T = TypeVar("T")
-_slot_of = attrgetter("slot")
+_slot_of, _writer_of = attrgetter("slot"), attrgetter("writer")
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Writer:
         self._dropped: list[ref[Episode]] = []  # of these, those that nobody holds any more, or that are over
         self._last_cut: WeakKeyDictionary[Episode, SlotWriter] = WeakKeyDictionary()
         self._pending: list[SlotWriter] = []  # in the order of their serials
-        self._showing: list[SlotWriter] = []  # of a step of several episodes, once all its rows are written
+        self._showing: list[SlotWriter] = []  # of a step of several episodes, the first ones
         self._rounds: WeakSet[Round] = WeakSet()  # what appends to several episodes together
         self.staging = Staging()  # of all episodes
         self._settled = True
@@ -186,8 +187,10 @@ class Writer:
     def _settle(self, files: WriteHandles) -> None:
         """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""
         redo.finish(files)
-        if any([slot_writer.is_shown for slot_writer in self._showing]):
-            show(files, self._showing)  # for some is for all
+        if any([slot_writer.is_shown for slot_writer in self._showing]):  # for some is for all
+            show(files, self._showing)
+            for joint in self._rounds:
+                joint.show_all()
         self._showing = []
         self._slots = count(files)
         surplus = self._slots.surplus
@@ -361,46 +364,91 @@ class Writer:
             ended = ended or name * bool(ends.item(length - 1))
         slot_writer = SlotWriter(files, *self._free_slots(1))
         slot_writer.write(columns, 0, length, final=has_final)
-        self._prepare(slot_writer, {**self.no_meta, **meta}, flags | TERMINATED * (ended == self.schema.terminated))
+        flags |= TERMINATED * (ended == self.schema.terminated)
+        self._prepare([(slot_writer, {**self.no_meta, **meta}, flags)])
         if len(self._pending) >= self.how.sync_every:
             self._commit_pending(files)
         slot_writer.state = "published"
         return slot_writer
 
-    def publish(self, episode: Episode, *, cut: bool) -> None:
-        """Make a staged episode visible; on an error it stays as it was and may be published again."""
-        with self.lock.turn:
-            if episode.writer is self:
-                self._carry_out(partial(self._publish, episode, cut), self._begin(publishing=True))
-            else:  # it was handed on while this thread waited for its turn
-                episode.writer.publish(episode, cut=cut)
+    def publish(self, cut: Mapping[Episode, bool]) -> None:
+        """Make staged episodes visible, as many by one commit as there are free slots for.
 
-    def _publish(self, episode: Episode, cut: bool, files: WriteHandles) -> None:
-        episode.require_open()
-        flags = FINAL * bool(episode.finals) | CUT * cut | TERMINATED * (episode.ended == self.schema.terminated)
-        slot_writer = self._slot_writer_of(episode, files)
-        slot_writer.write(episode.columns, episode.base, episode.length)
-        if slot_writer.published and self._meta_changed(slot_writer, episode):
-            slot_writer.round = self._slots.last_round(slot_writer.slot)
-            self.lock.check(self.storage)  # it is a change of what is visible
-            self._rewrite([redo.plan_end(files, slot_writer, flags, episode.finals, episode.meta)], files)
-        else:
-            if episode.finals:
+        On an error those that are not visible stay as they were, and may be published again.
+
+        Args: cut: of each, whether it was cut short.
+        """
+        with self.lock.turn:
+            rest = [*cut]
+            if {*map(_writer_of, rest)} - {self}:
+                for episode in rest:  # some were handed on while this thread waited for its turn
+                    episode.writer.publish({episode: cut[episode]})
+                return
+            try:
+                while rest:
+                    done = self._carry_out(partial(self._publish, rest, cut), self._begin(publishing=True))
+                    rest = rest[done:]
+            except (MemmapBufferError, OSError):
+                if len(cut) > 1:
+                    with suppress(MemmapBufferError, OSError):  # what stops one of them stops none before it
+                        for episode in rest:
+                            self.publish({episode: cut[episode]})
+                raise
+
+    def _publish(self, episodes: Sequence[Episode], cut: Mapping[Episode, bool], files: WriteHandles) -> int:
+        """Publish the first of some episodes, as many as there are free slots for; how many that are."""
+        references = [*map(ref, episodes)]
+        new = [*filterfalse(self._slot_writers.__contains__, references)]
+        slots = self._free_slots(len(new), least=1)[::-1] if new else []
+        if len(slots) < len(new):
+            episodes = episodes[: references.index(new[len(slots)])]
+        slot_writers, rewrites, prepared = [], [], []
+        for episode in episodes:
+            if episode.state != "open":
+                episode.require_open()
+            final, terminated = bool(episode.finals), episode.ended == self.schema.terminated
+            flags = FINAL * final | CUT * cut[episode] | TERMINATED * terminated
+            slot_writer = self._slot_writer_of(episode, files, slots)
+            slot_writer.write(episode.columns, episode.base, episode.length)
+            slot_writers.append(slot_writer)
+            if slot_writer.published and self._meta_changed(slot_writer, episode):
+                slot_writer.round = self._slots.last_round(slot_writer.slot)
+                rewrites.append(redo.plan_end(files, slot_writer, flags, episode.finals, episode.meta))
+                continue
+            if final:
                 rows = {name: value[None] for name, value in episode.finals.items()}
                 slot_writer.write(rows, episode.length, episode.length, final=True)
-            at_once, slot_writer.appends = slot_writer.published, False
-            self._prepare(slot_writer, episode.meta, flags)
+            slot_writer.appends = False
+            prepared.append((slot_writer, episode.meta, flags))
+        self._prepare(prepared)
+        for episode, slot_writer in zip(episodes, slot_writers, strict=True):
             episode.serial = slot_writer.serial
-            if at_once or len(self._pending) >= self.how.sync_every:
-                self._commit_pending(files)
-        if slot_writer.published and self.storage.layout.capacity is not None:
-            self._give_up_if_empty(files, slot_writer.slot)
+        if rewrites:
+            self.lock.check(self.storage)  # it is a change of what is visible
+            self._rewrite(rewrites, files)
+        if len(self._pending) >= self.how.sync_every or any([each.published for each in self._pending]):
+            self._commit_pending(files)
+        self._close_published(episodes, slot_writers, cut, files)
+        return len(episodes)
+
+    def _close_published(
+        self,
+        episodes: Sequence[Episode],
+        slot_writers: Sequence[SlotWriter],
+        cut: Mapping[Episode, bool],
+        files: WriteHandles,
+    ) -> None:
+        """Episodes that were published, or are to be with others, are over."""
+        for episode, slot_writer in zip(episodes, slot_writers, strict=True):
+            if slot_writer.published and self.storage.layout.capacity is not None:
+                self._give_up_if_empty(files, slot_writer.slot)
+            slot_writer.state = "published"
+            self._close(episode, "published")
+            if cut[episode] and not episode.finals:
+                self._last_cut[episode] = slot_writer
+            self._slot_writers.pop(ref(episode))
+        if self._given_up:
             self._give_back(files)
-        slot_writer.state = "published"
-        self._close(episode, "published")
-        if cut and not episode.finals:
-            self._last_cut[episode] = slot_writer
-        self._slot_writers.pop(ref(episode))
 
     def _rewrite(self, rewrites: Iterable[redo.Rewrite], files: WriteHandles) -> None:
         if self.storage.state("base") < self._slots.oldest:  # what was retired is not seen in its place meanwhile
@@ -496,6 +544,7 @@ class Writer:
         """Write timesteps to the slots of their episodes, to be committed."""
         new = len(appended) - sum([ref(each.episode) in self._slot_writers for each in appended])
         slots = self._free_slots(new)[::-1] if new else []
+        written = []
         for episode, columns, base, stop in appended:
             episode.ended = next((name for name in self.schema.ends if columns[name].item(stop - 1 - base)), "")
             slot_writer = self._slot_writer_of(episode, files, slots)
@@ -504,7 +553,9 @@ class Writer:
             slot_writer.appends = slot_writer.published and trusted and not episode.ended
             slot_writer.write(columns, base, stop, add=not slot_writer.appends)
             flags = OPEN | TERMINATED * (episode.ended == self.schema.terminated)
-            self._prepare(slot_writer, episode.meta, flags, together=together)
+            written.append((slot_writer, episode.meta, flags))
+        self._prepare(written, together=together)
+        for (episode, *_), (slot_writer, *_) in zip(appended, written, strict=True):
             episode.serial = slot_writer.serial
 
     def follow(self, episode: Episode) -> None:
@@ -601,54 +652,59 @@ class Writer:
             self._slot_writers[ref(episode, self._dropped.append)] = slot_writer
         return slot_writer
 
-    def _free_slots(self, count: int) -> list[int]:
-        """Slots that are neither visible nor being written. Raises EpisodeStateError where there are less."""
+    def _free_slots(self, count: int, *, least: int | None = None) -> list[int]:
+        """Slots that are neither visible nor being written, at least so many of them.
+
+        Raises: EpisodeStateError: there are less.
+        """
         busy = {*map(_slot_of, self._slot_writers.values()), *map(_slot_of, self._pending)}
         slots = self._slots.find(busy, count)
-        if len(slots) < count:
+        if len(slots) < (count if least is None else least):
             what = f"{len(busy)} episodes that are being written in place, and {count} to publish"
             self._refuse_spare(what, len(busy) + count)
         return slots
 
     def _prepare(
-        self, slot_writer: SlotWriter, meta: Mapping[str, Array], flags: int, *, together: bool = False
+        self, written: Iterable[tuple[SlotWriter, Mapping[str, Array], int]], *, together: bool = False
     ) -> None:
-        """Have what was written be published by the next commit; `together`: what that publishes is one round."""
-        new = before = waiting = 0  # episodes that wait to be published, and timesteps
+        """Have what was written be published by the next commit.
+
+        Args:
+            written: each with its meta fields and flags.
+            together: all that the next commit publishes is one round.
+        """
+        new = waiting = 0  # episodes that wait to be published, and timesteps
         for other in self._pending:
             new += not other.published
-            if together:
-                waiting += other.length - other.num_published
-            else:
-                before += other.length
-        first, added = not slot_writer.published, slot_writer.length
-        if not first:
-            added -= slot_writer.num_published
-        if not self._slots.circular:
-            self._slots.require_room(self.storage.path, new + first, added + waiting)
-        if first:
-            if meta:
-                slot_writer.write_meta(meta)
-            slot_writer.serial = self._slots.next + new
-        if not slot_writer.appends:
-            slot_writer.flags = flags
-            if added:
-                slot_writer.round = self._slots.round + before + added - 1
-            else:
-                slot_writer.round = self._slots.last_round(slot_writer.slot)
-            if flags & OPEN:  # its last step is still to come
-                slot_writer.round -= slot_writer.length - 1
-        self._pending.append(slot_writer)
+            waiting += other.length - other.num_published
+        for slot_writer, meta, flags in written:
+            first, added = not slot_writer.published, slot_writer.length
+            if not first:
+                added -= slot_writer.num_published
+            if not self._slots.circular:
+                self._slots.require_room(self.storage.path, new + first, added + waiting)
+            if first:
+                if meta:
+                    slot_writer.write_meta(meta)
+                slot_writer.serial = self._slots.next + new
+            if not slot_writer.appends:
+                slot_writer.flags = flags
+                if added:
+                    slot_writer.round = self._slots.round + (0 if together else waiting) + added - 1
+                else:
+                    slot_writer.round = self._slots.last_round(slot_writer.slot)
+                if flags & OPEN:  # its last step is still to come
+                    slot_writer.round -= slot_writer.length - 1
+            new, waiting = new + first, waiting + added
+            self._pending.append(slot_writer)
 
     def _commit_pending(self, files: WriteHandles, joint: Round | None = None, *, together: bool = False) -> None:
         """Publish what waits for it, and with it the step that was written of other episodes; together or not."""
         if self._pending:
             if together:
-                beside = [] if joint is None else joint.slot_writers
-                for slot_writer in beside:
-                    slot_writer.appends = True
-                    slot_writer.length += 1
-                self._showing = [*self._pending, *beside]
+                self._showing = [*self._pending]
+                if joint is not None:
+                    joint.begin_to_show()
             commit(files, self._pending)
             if joint is not None:
                 joint.show()
@@ -702,9 +758,8 @@ class Writer:
         if files.power:
             files.barriers("/episodes")
         if empty:
-            growing = {slot_writer.slot for slot_writer in self._slot_writers.values() if slot_writer.flags & OPEN}
             for slot in empty:
-                if slot not in growing:
+                if not self.storage.maps.words.item(slot, EXTENT) >> 32 & OPEN:
                     self._give_up_if_empty(files, slot)
         return moved
 

@@ -265,6 +265,55 @@ def test_an_episode_that_a_full_disk_kept_back_is_published_by_the_next_call(tmp
     assert count > 10
 
 
+@pytest.mark.parametrize("how", list(HOW))
+def test_episodes_that_end_together_take_one_commit(tmp_path, how):
+    """Their barriers are those of one, but for that between two sectors of records."""
+    fields, barriers = {"x": "float", "terminated": "bool"}, {}
+    for size in (1, 8):
+        options = {"durability": "power", **HOW[how], "spare_slots": 16}
+        with make(tmp_path / str(size), fields=fields, meta_fields={}, **options) as buffer:
+            step = {"x": np.arange(size), "terminated": np.zeros(size, np.bool_)}
+            buffer.add(**step)
+            buffer.add(**step)
+            with system() as ends:
+                buffer.add(**step | {"terminated": ~step["terminated"]})
+            batch = buffer.begin_batch(size)
+            batch.store(**step)
+            with system() as published:
+                batch.publish()
+            buffer.add(**step)
+            with system() as cut:
+                buffer.end_episodes()
+            assert buffer.num_episodes == 3 * size
+        barriers[size] = [sum(name == "barrier" for name, _ in each.done) for each in (ends, published, cut)]
+    assert all(0 < alone <= together <= alone + 2 for alone, together in zip(*barriers.values(), strict=True))
+
+
+@pytest.mark.parametrize("spare_slots", [1, 3, 40])
+def test_episodes_that_end_together_need_no_free_slots_for_all_of_them(tmp_path, spare_slots):
+    steps = steps_of(np.tile([[0], [1]], (3, 11)))
+    with make(tmp_path, 20, spare_slots=spare_slots) as buffer:
+        buffer.extend(**steps)
+        assert found(buffer) == slow([steps])[-20:]
+
+
+def test_what_stops_one_of_the_episodes_that_end_together_keeps_no_other_back(tmp_path):
+    """A write that fails once: each is visible when the error is raised, or all but the one that could not be."""
+    steps, failed = steps_of([[0] * 5, [1] * 5]), 0
+    for at_operation in range(1, 200):
+        with make(tmp_path / f"{at_operation}", spare_slots=8) as buffer:
+            buffer.add(**at(steps, 0))
+            with system(at_operation, error=errno.ENOSPC, only=("pwrite",)) as seen:
+                try:
+                    buffer.add(**at(steps, 1))
+                except OSError:
+                    failed += 1
+            assert found(buffer) == slow([steps])
+        if seen.count < at_operation:
+            break
+    assert failed > 20
+
+
 @pytest.mark.parametrize("call", ["add", "extend", "with errors"])
 def test_after_a_full_disk_the_number_of_steps_tells_which_are_to_be_given_again(tmp_path, call):
     """Each is then stored once, in every environment; other episodes may have begun meanwhile."""
