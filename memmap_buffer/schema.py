@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -303,6 +303,21 @@ class Schema:
             key: None if key in fields else key for key, end in new.items() if end is not None and end not in fields
         }
         return Schema(fields, meta_fields, **{**new, **gone})
+
+    def only(self, names: Iterable[str]) -> Schema:
+        """A schema of some fields and meta fields, groups expanded, and of the fields that end episodes."""
+        chosen = {*self.require(names, "fields"), *self.ends}
+        fields = {name: field for name, field in self.fields.items() if name in chosen}
+        return self.with_fields(fields, {name: field for name, field in self.meta_fields.items() if name in chosen})
+
+    def as_wide_as(self, others: Iterable[Schema]) -> Schema:
+        """A schema whose texts are as wide as the widest of that name in some others."""
+        texts = {name: field for name, field in self.all.items() if field.storage.kind == "U"}
+        for name, field in [(name, other.all[name]) for other in others for name in texts if name in other.all]:
+            if field.storage.kind == "U" and field.storage.itemsize > texts[name].storage.itemsize:
+                texts[name] = replace(texts[name], dtype=field.dtype)
+        fields, meta_fields = ({n: texts.get(n, each[n]) for n in each} for each in (self.fields, self.meta_fields))
+        return self.with_fields(fields, meta_fields) if texts else self
 
     @cached_property
     def final_names(self) -> frozenset[str]:

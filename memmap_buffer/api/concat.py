@@ -1,4 +1,4 @@
-"""`ConcatBuffer`: several folders of equal fields, read as one."""
+"""`ConcatBuffer`: several folders with fields in common, read as one."""
 
 from __future__ import annotations
 
@@ -38,16 +38,26 @@ class ConcatBuffer(Readable):
         weights: one positive number per source: every batch has exactly these shares (a remainder is carried over to
             the next), however many items each has, and so has every part of it: the sources take turns. Without them
             every item counts the same.
+        fields: the fields, groups and meta fields that are read, where others differ between the sources or are only
+            in some; the fields that end episodes come with them. Default: all, which every source must have.
+
+    Text may be of another width in each source, and is read as the widest.
 
     Raises:
         SchemaMismatchError: the fields differ.
-        SchemaError: there is no source, they are no list, or the weights do not fit.
+        SchemaError: there is no source, they are no list, the weights do not fit, or a field is unknown.
     """
 
     _refusal: type[ReadOnlyError] = ReadOnlyError
     _buffers: Mapping[int, ref[ReplayBuffer]] = MappingProxyType({})  # that were given open, by number
 
-    def __init__(self, sources: Sequence[AnyPath | ReplayBuffer], weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[AnyPath | ReplayBuffer],
+        weights: Sequence[float] | None = None,
+        *,
+        fields: Sequence[str] | None = None,
+    ) -> None:
         if isinstance(sources, str | PathLike | ReplayBuffer):
             raise SchemaError(
                 f"ConcatBuffer: got {sources!r} alone, expected a list of folders or buffers; write ConcatBuffer([…]), "
@@ -59,7 +69,7 @@ class ConcatBuffer(Readable):
             raise SchemaError(
                 f"weights: got {list(weights)!r}, expected one positive number for each of {len(sources)} sources"
             )
-        super().__init__(Folders([_storage(source) for source in sources]), weights)
+        super().__init__(Folders([_storage(source) for source in sources], fields=fields), weights)
         self._buffers = {i: ref(source) for i, source in enumerate(sources) if isinstance(source, ReplayBuffer)}
 
     @classmethod
@@ -68,6 +78,7 @@ class ConcatBuffer(Readable):
         root: AnyPath,
         weights: Sequence[float] | None = None,
         *,
+        fields: Sequence[str] | None = None,
         on_damaged: OnDamaged = "raise",
         storage_options: Mapping[str, Any] | None = None,
         cache: AnyPath | None = None,
@@ -88,6 +99,7 @@ class ConcatBuffer(Readable):
             root: the folder that they are in, or the URL that they were published to, of which what is read is fetched
                 and kept in `cache`.
             weights: as for `ConcatBuffer`, in the order of the folders' names.
+            fields: as for `ConcatBuffer`.
             on_damaged: "skip" passes over other folders that cannot be opened, too, with their weights; "raise" does
                 not.
             storage_options: of a URL, for fsspec.
@@ -106,9 +118,9 @@ class ConcatBuffer(Readable):
 
             published = RemoteShards(str(root), storage_options, cache_of(cache, cache_bytes))
             if weights is not None:
-                return cls(published.by_name(), weights)  # type: ignore[arg-type]
+                return cls(published.by_name(), weights, fields=fields)  # type: ignore[arg-type]
             buffer = cls.__new__(cls)
-            Readable.__init__(buffer, Folders.of_root(published))
+            Readable.__init__(buffer, Folders.of_root(published, fields))
             return buffer
         root = path_of(root)
         if (root / "schema.json").exists():
@@ -118,7 +130,7 @@ class ConcatBuffer(Readable):
         shards = Shards(root, on_damaged)
         if weights is None and next(shard_numbers(root), None) is not None:
             buffer = cls.__new__(cls)
-            Readable.__init__(buffer, Folders.of_root(shards))
+            Readable.__init__(buffer, Folders.of_root(shards, fields))
             return buffer
         all_folders = folders = folders_in(root)
         if on_damaged == "skip":
@@ -130,11 +142,11 @@ class ConcatBuffer(Readable):
             if not folders:
                 why = Folder(root).published()
                 raise NotABufferError(f"{root}: no subfolder holds a buffer" + (f": {why}" if why else ""), path=root)
-            return cls(folders, weights)
+            return cls(folders, weights, fields=fields)
         except NotABufferError:
             if folders_in(root) == all_folders:
                 raise
-            return cls.from_root(root, weights, on_damaged=on_damaged)  # one was moved away meanwhile
+            return cls.from_root(root, weights, fields=fields, on_damaged=on_damaged)  # one was moved away meanwhile
 
     def __repr__(self) -> str:
         counts = f"{self.num_episodes} episodes, {self.num_steps} steps"
@@ -180,7 +192,7 @@ class ConcatBuffer(Readable):
         """
         from memmap_buffer.maintenance.statistics import statistics
 
-        return statistics(self._chosen(options), names, quantiles, seed=seed)
+        return statistics(self._chosen(options), names, quantiles, seed=seed, schema=self.schema)
 
     def write(self, indices: Any, **data: Any) -> int:
         """As `ReplayBuffer.write`, to sources that were given as open buffers, with the number of the folder first.

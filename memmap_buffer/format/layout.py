@@ -259,11 +259,10 @@ class Layout:
         size = self.arrays[name + BLOBS].row_bytes
         return range(slot * size, (slot + 1) * size)
 
-    def differences(self, other: Layout, derived: Collection[str] = (), *, codecs: bool = True) -> list[str]:
+    def differences(self, other: Layout, derived: Collection[str] = ()) -> list[str]:
         """The points on which this layout (stored) and another (given) disagree, a line each.
 
         Args: derived: sizes that were not given, which are as they are stored.
-            codecs: whether the same field compressed in another way is another one.
         """
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         lines = [
@@ -271,22 +270,31 @@ class Layout:
             for key in _KEYS
             if not isinstance(mine[key], dict) and key not in ("columns", "id", *derived)
         ]
-        for group in ("fields", "meta_fields"):
-            for name in dict.fromkeys([*mine[group], *theirs[group]]):
-                lines.append(
-                    _differ(
-                        f"{group} {name!r}", *(_spelling(layout[group].get(name), codecs) for layout in (mine, theirs))
-                    )
-                )
-        for key in ENDS:
-            lines.append(_differ(key, *(repr(layout.schema.declared_ends[key]) for layout in (self, other))))
+        lines += self._field_lines(other, codecs=True, widths=True).values()
+        lines += [_differ(key, *(repr(layout.schema.declared_ends[key]) for layout in (self, other))) for key in ENDS]
         return [line for line in lines if line]
 
-    def field_differences(self, other: Layout) -> list[str]:
-        """The differences by which two layouts cannot be read as one: of fields, and of those that end episodes."""
-        ends = (key for key in ENDS if getattr(self.schema, key) != getattr(other.schema, key))
-        kinds = "fields", "meta_fields", *ends
-        return [line for line in self.differences(other, codecs=False) if line.startswith(kinds)]
+    def field_differences(self, other: Layout, *, widths: bool = True) -> dict[str, str]:
+        """The differences by which two layouts cannot be read as one, a line for each field or way to end episodes.
+
+        Args: widths: whether the same text of another width is another field.
+        """
+        lines = self._field_lines(other, codecs=False, widths=widths)
+        for key in ENDS:
+            if getattr(self.schema, key) != getattr(other.schema, key):
+                line = _differ(key, *(repr(layout.schema.declared_ends[key]) for layout in (self, other)))
+                lines[key] = lines.get(key) or line
+        return {name: line for name, line in lines.items() if line}
+
+    def _field_lines(self, other: Layout, *, codecs: bool, widths: bool) -> dict[str, str]:
+        """By name, how a field of this layout and that of another differ, "" where they do not."""
+        mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
+        lines: dict[str, str] = {}
+        for group in ("fields", "meta_fields"):
+            for name in dict.fromkeys([*mine[group], *theirs[group]]):
+                both = (_spelling(layout[group].get(name), codecs, widths) for layout in (mine, theirs))
+                lines[name] = "\n  ".join(filter(None, [lines.get(name), _differ(f"{group} {name!r}", *both)]))
+        return lines
 
     def to_json(self) -> bytes:
         """The bytes of `schema.json`."""
@@ -393,14 +401,15 @@ def _differ(key: str, stored: Any, other: Any) -> str:
     return "" if stored == other else f"{key}: stored {stored}, given {other}"
 
 
-def _spelling(field: dict[str, Any] | None, codecs: bool) -> str | None:
-    """A field as a user would write it."""
+def _spelling(field: dict[str, Any] | None, codecs: bool, widths: bool) -> str | None:
+    """A field as a user would write it, or as much of it as counts."""
     if field is None:
         return None
+    dtype = field["dtype"] if widths or field["dtype"][0] != "U" else "U"
     extra = [f", {key}={field[key]!r}" for key in ("default", "final") if field[key] not in (None, False)]
     if codecs and field.get("codec") is not None:
         extra.append(f", codec={codec_from_json(field['codec'])!r}")
-    return f"Field({field['dtype']!r}, {tuple(field['shape'])}{''.join(extra)})"
+    return f"Field({dtype!r}, {tuple(field['shape'])}{''.join(extra)})"
 
 
 def _default_to_json(default: Any) -> Any:

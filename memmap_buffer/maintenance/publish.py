@@ -129,7 +129,7 @@ def require_fields(objects: Objects, what: str, layout: Layout, name: str = "") 
     for other, shard in read_root(objects).shards.items():
         if other != name:
             there = Published(objects, shard, other)
-            if lines := there.layout.field_differences(layout):
+            if lines := [*there.layout.field_differences(layout).values()]:
                 text = "\n  ".join([f"{there.where} has other fields than {what}, and a root is read as one:", *lines])
                 raise SchemaMismatchError(f"{text}\nPublish to another root.", differences=lines)
             return

@@ -163,6 +163,7 @@ def statistics(
     quantiles: Sequence[float] = QUANTILES,
     *,
     seed: int = 0,
+    schema: Schema | None = None,
 ) -> Statistics:
     """The statistics of the episodes that tables show, field by field, in blocks of a few megabytes.
 
@@ -171,6 +172,7 @@ def statistics(
         names: of fields; default: all of numbers.
         quantiles: numbers from 0 to 1.
         seed: of the samples.
+        schema: of the fields that are read; default: that of the first folder.
 
     Returns:
         The statistics.
@@ -179,7 +181,7 @@ def statistics(
         NotEnoughDataError: there are no episodes.
         SchemaError: a field is unknown or of text, or a quantile is out of range.
     """
-    schema = folders[0][1].layout.schema
+    schema = schema or folders[0][1].layout.schema
     if any(not 0 <= q <= 1 for q in quantiles):
         raise SchemaError(f"quantiles: got {tuple(quantiles)!r}, expected numbers from 0 to 1")
     chosen = _numeric(schema, names)

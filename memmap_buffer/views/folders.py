@@ -17,7 +17,7 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import GENERATION, STATE_WORD, WORDS
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import renew_after_fork
-from memmap_buffer.schema import Field
+from memmap_buffer.schema import ENDS, Field
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.by_address import Reach
 from memmap_buffer.views.memory_pool import Pool
@@ -28,6 +28,7 @@ APART = (
     "'stored' is of the second, 'given' of the first; draw a batch from each and join the two, or make their columns "
     "alike by rename_field, drop_field or add_field"
 )
+COMMON = "; what they have in common is read by ConcatBuffer(…, fields={!r})"
 _TABLE, _STATE = attrgetter("table"), attrgetter("maps.state")  # of many folders, in half the time
 
 
@@ -174,7 +175,9 @@ def grouped(reach: Reach, of: IntArray) -> tuple[tuple[Group, ...], IntArray | N
 
 
 class Folders:
-    """The folders that are read as one; they must hold the same fields.
+    """The folders that are read as one; they must hold the same fields, or those that are read of them.
+
+    Texts may be of different widths, and are read as the widest.
 
     The shards of a root come and go, and another may appear under an old number. So a batch looks its records up once
     (`find`), and its rows are copied from the folders that were found then.
@@ -182,8 +185,10 @@ class Folders:
     Args:
         storages: the folders.
         shards: the root that they are in, if more may appear there.
+        fields: the fields and meta fields that are read, those that end episodes beside them; None: all.
 
     Attributes:
+        schema: of the fields that are read.
         storages: the folders.
         numbers: by which anchors name the folders: shards by their names, other folders 0, 1, 2, … There are at least
             as many as storages. Another folder may take the place of one; no folder takes another place.
@@ -192,21 +197,26 @@ class Folders:
         pool: the memory of batches.
         coded: the fields that are compressed in some of them.
         mirrored: whether rows of some have to be fetched before they are copied.
+        uneven: the fields of text that are narrower in some of them than in `schema`.
 
     Raises:
         SchemaMismatchError: the fields differ; the text lists how.
-        SchemaError: a buffer and a copy of it.
+        SchemaError: a buffer and a copy of it, or a field is unknown.
     """
 
-    def __init__(self, storages: Sequence[Storage], shards: Any = None) -> None:
-        self.shards = shards
+    def __init__(self, storages: Sequence[Storage], shards: Any = None, fields: Sequence[str] | None = None) -> None:
+        self.shards, self._fields = shards, fields
         by_number = dict(enumerate(storages)) if shards is None else shards.look()
         first = next(iter(by_number.values()))
         self._where, self._layout = first.where, first.layout
-        self.schema = self._layout.schema
+        schemas = {id(each.layout.schema): each.layout.schema for each in by_number.values()}
+        self.schema = first.layout.schema if fields is None else first.layout.schema.only(fields)
+        self.schema = self.schema.as_wide_as(schemas.values())
+        self._texts = [name for name, field in self.schema.all.items() if field.storage.kind == "U"]
         self.single = shards is None and len(storages) == 1
         self.pool = Pool()
         self.coded: frozenset[str] = frozenset()
+        self.uneven: frozenset[str] = frozenset()
         self.mirrored = False
         self.numbers = np.empty(0, np.int64)
         self._lock = threading.Lock()
@@ -225,9 +235,9 @@ class Folders:
         self._lock = threading.Lock()
 
     @classmethod
-    def of_root(cls, shards: Any) -> Folders:
+    def of_root(cls, shards: Any, fields: Sequence[str] | None = None) -> Folders:
         """The shards of a root, those included that appear later. Raises NotABufferError where there is none yet."""
-        return cls((), shards)
+        return cls((), shards, fields)
 
     def __str__(self) -> str:
         """Where they are."""
@@ -235,7 +245,9 @@ class Folders:
         return ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Folders, (self.storages,)) if self.shards is None else (Folders.of_root, (self.shards,))
+        if self.shards is None:
+            return Folders, (self.storages, None, self._fields)
+        return Folders.of_root, (self.shards, self._fields)
 
     def _take_in(self, storages: Mapping[int, Storage]) -> None:
         """Read these from now on, by their numbers."""
@@ -243,11 +255,7 @@ class Folders:
         for storage in storages.values():
             if storage in before or storage.withdrawn:  # a withdrawn one is shaped as one that was taken in
                 continue
-            if storage.layout.schema is self.schema:  # of the same text
-                continue
-            if lines := self._layout.field_differences(storage.layout):
-                text = "\n  ".join([f"{storage.where} and {self._where} have different fields:", *lines, APART])
-                raise SchemaMismatchError(text, differences=lines)
+            self._take_in_fields(storage)
         self.coded = self.coded.union(*(storage.layout.coded for storage in storages.values()))
         self.mirrored = self.mirrored or any(storage.mirror is not None for storage in storages.values())
         buffers: dict[str, Storage] = {}
@@ -263,6 +271,27 @@ class Folders:
             self.numbers, places = numbers, _places(numbers)
         self._by_number, self._places, self._changes = storages, (tuple(storages.values()), places), []
         self._reached = None  # which would hold the maps of a shard that was removed
+
+    def _take_in_fields(self, storage: Storage) -> None:
+        """Raise SchemaMismatchError unless a folder has the fields that are read, its texts no wider."""
+        schema, ours = storage.layout.schema, self.schema.all
+        lines: dict[str, str] = {}
+        if schema is not self._layout.schema:  # of another text
+            lines = self._layout.field_differences(storage.layout, widths=False)
+        if self._fields is not None:
+            lines = {name: line for name, line in lines.items() if name in ours or name in ENDS}
+        for name in self._texts if not lines else ():
+            there, here = schema.all[name].storage, ours[name].storage
+            if there != here:
+                self.uneven |= {name}
+            if there.itemsize > here.itemsize:
+                lines[name] = f"field {name!r} is {there}, wider than {here} of those that were read first; open anew"
+        if lines:
+            ends = {*ENDS, *self.schema.ends}  # they come with others
+            common = [name for name in ours if name not in {*lines, *ends}]
+            remedy = COMMON.format(common) if common and lines.keys().isdisjoint(ends) else ""
+            text = [f"{storage.where} and {self._where} have different fields:", *lines.values(), APART + remedy]
+            raise SchemaMismatchError("\n  ".join(text), differences=[*lines.values()])
 
     @property
     def storages(self) -> tuple[Storage, ...]:

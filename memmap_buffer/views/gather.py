@@ -235,7 +235,7 @@ class Gather:
             values = self._copied_by_address(name, rows)
             if values is not None:
                 return values
-            if self.records.order is not None:
+            if self.records.order is not None or name in self.folders.uneven:
                 return self._copied_by_folder(name, rows)
             only = self.records.groups[0].storage
         if isinstance(rows, RowRanges):
@@ -248,18 +248,23 @@ class Gather:
     def _copied_by_address(self, name: str, rows: IntArray | RowRanges) -> Array | None:
         """Rows of a field of many folders by one call; None where that cannot be."""
         reach, of = self.records.reach, self.records.of
-        if reach is None or of is None:
+        if reach is None or of is None or name in self.folders.uneven:
             return None
         return reach.ranges(name, of, rows, self._pool) if isinstance(rows, RowRanges) else reach.rows(name, of, rows)
 
     def _copied_by_folder(self, name: str, rows: IntArray | RowRanges) -> Array:
-        rows, field = rows[self.records.order], self.folders.schema.fields[name]
+        order, field = self.records.order, self.folders.schema.fields[name]
+        rows = rows if order is None else rows[order]
         by_folder = self._pool.empty((*rows.shape, *field.shape), field.storage)
         for storage, _, part, _ in self.records.groups:
             if isinstance(rows, RowRanges):
                 by_folder[part] = rows[part].copy(storage, name, self._pool)
+            elif name in self.folders.uneven:
+                by_folder[part] = storage.maps.rows[name].take(rows[part], 0, None, "clip")
             else:
                 storage.maps.rows[name].take(rows[part], 0, by_folder[part], "clip")
+        if order is None:
+            return by_folder
         out = self._pool.empty(by_folder.shape, by_folder.dtype)
         return by_folder.take(self.records.place, 0, out, "clip")
 
@@ -267,7 +272,9 @@ class Gather:
         """A meta field of each item's episode, as stored: (B, *field)."""
         slot, field = self.records.anchors.slot, self.folders.schema.meta_fields[name]
         reach, of = self.records.reach, self.records.of
-        values = None if reach is None or of is None else reach.meta(name, of, slot)
+        values = None
+        if reach is not None and of is not None and name not in self.folders.uneven:
+            values = reach.meta(name, of, slot)
         if values is not None:
             return marked(field, values)
         groups = self.records.groups
