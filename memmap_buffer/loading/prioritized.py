@@ -26,7 +26,7 @@ from memmap_buffer.priority.anchor_priorities import AnchorPriorities, SeveralAn
 from memmap_buffer.priority.leaves import Drawn
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import SCALE, Highest, Priorities, StepLeaves
-from memmap_buffer.priority.sum_tree import load_loops, spread
+from memmap_buffer.priority.sum_tree import distinct, load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders, id_of
 from memmap_buffer.views.gather import Columns
@@ -288,8 +288,11 @@ class PrioritizedDraws:
             self._priorities.ranks = ranks
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Columns:
-        """Raises SchemaError: draws by priority are with replacement."""
-        raise SchemaError("replacement=False: draws by priority are with replacement; leave one out")
+        """Raises SchemaError: draws by priority are with replacement, unless `Prioritized` says otherwise."""
+        raise SchemaError(
+            "replacement=False: draws by priority are with replacement; leave one out, or give "
+            "prioritized=Prioritized(replacement=False, stratified=False)"
+        )
 
     def __len__(self) -> int:
         """The items that can be drawn."""
@@ -377,7 +380,11 @@ class PrioritizedDraws:
             places, values, shares = self._choose(totals, total, batch_size, rng, alone)
         else:
             shares = np.array([1 / total])
-            values = spread(batch_size, total, rng, stratified=self.how.stratified)
+            how, trees = self.how, self._leaves.trees.trees
+            if how.replacement:
+                values = spread(batch_size, total, rng, stratified=how.stratified)
+            else:
+                values = distinct(trees, batch_size, rng)[1]
         drawn = self._leaves.find(places, values)
         selection, shown_at = self.reader.selection, None
         if places is None and not (selection.random or selection.mixes) and each[0].storage.tells_by_counter:
@@ -388,8 +395,10 @@ class PrioritizedDraws:
         self, totals: FloatArray, total: float, batch_size: int, rng: np.random.Generator, alone: bool
     ) -> tuple[IntArray, FloatArray, FloatArray]:
         """(B,) in which folder each item is, (B,) at which value of its sum, and the third of `_draw`."""
-        stratified = self.how.stratified
+        stratified, trees = self.how.stratified, self._leaves.trees.trees
         if self._weights is None:
+            if not self.how.replacement:
+                return *distinct(trees, batch_size, rng), np.full(len(totals), 1 / total)
             values = spread(batch_size, total, rng, stratified=stratified)
             ends = totals.cumsum()
             places = np.minimum(ends.searchsorted(values, "right"), totals.nonzero()[0][-1])
@@ -404,7 +413,10 @@ class PrioritizedDraws:
         values = np.empty(batch_size)
         for place, each in enumerate(totals):
             mine = np.flatnonzero(places == place)
-            values[mine] = spread(len(mine), float(each), rng, stratified=stratified)
+            if self.how.replacement:
+                values[mine] = spread(len(mine), float(each), rng, stratified=stratified)
+            else:
+                values[mine] = distinct(trees[place : place + 1], len(mine), rng)[1]
         shares = np.asarray(self._weights, np.float64) / np.sum(self._weights) / totals
         return places, np.minimum(values, totals[places]), shares
 

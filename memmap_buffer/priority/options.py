@@ -26,7 +26,7 @@ LOWEST = 1e-10  # probability: one of 0 has no finite weight
 
 @dataclass(frozen=True)
 class Prioritized:
-    """Draw items with replacement, each with P(i) = p_i / Σ p over the items that the view can serve.
+    """Draw items, each with P(i) = p_i / Σ p over the items that the view can serve.
 
     The priority of a step is (|δ| + ε)^α of the error that it was last given by `update_priorities`, and until then the
     highest in any folder of the buffer when it came, 1 at first. A batch gains `_weights` (B,) float32,
@@ -48,6 +48,9 @@ class Prioritized:
         normalize: divide by the highest weight of the "batch", by the highest that any item of the "buffer" has, or,
             with None, not at all.
         stratified: one draw in each of B segments of equal probability.
+        replacement: False has no item twice in a batch: one is drawn after another, each with p_i / (Σ p - Σ of those
+            before it in the batch). Needs stratified=False. Weights and `_probabilities` are by P(i) as above. At least
+            a billionth of Σ p must be left for each.
         variant: "proportional", or "rank": p = (1 / rank)^α, the highest priority having rank 1. Ranks are found in an
             order that is sorted anew after `sort_interval` changes (new priorities, items that came, items that went),
             by default as many as there are items.
@@ -79,6 +82,7 @@ class Prioritized:
     weight_field: str | None = None
     error_clip: tuple[float, float] | None = None
     ties: Ties = "shared"
+    replacement: bool = True
 
     def __post_init__(self) -> None:
         clip = self.error_clip
@@ -90,6 +94,8 @@ class Prioritized:
         if self.ties == "own" and self.variant != "rank":
             raise SchemaError(f"ties: got 'own' with variant={self.variant!r}; only variant='rank' has ranks")
         check_choice("reduce", self.reduce, Reduce)
+        if not self.replacement and self.stratified:
+            raise SchemaError("replacement=False draws one item after another; give stratified=False with it")
         for name, low, high in (("alpha", 0, 100), ("beta", 0, 1), ("epsilon", 0, 1e100)):
             check_number(name, getattr(self, name), low, high)
         for name in ("beta_steps", "sort_interval"):

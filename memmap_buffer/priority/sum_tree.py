@@ -36,6 +36,7 @@ STEP = 3  # levels that are gone at once
 WIDTH = 1 << STEP
 KIND = 1  # the number of this arrangement; another TOP or STEP is another one
 MANY = 4096  # from here on it pays to visit a node above two changed ones only once
+LEAST = 1e-9  # of a sum: what is left of it by subtraction is rounded
 MAX_PRIORITY = 1e250  # 2**60 of them still have a finite sum
 _INFINITY = np.uint64(0x7FF0000000000000)
 _TOTAL = attrgetter("total")
@@ -201,6 +202,15 @@ class SumTree:
         if not all_of(self._heap.take(below) > 0):
             below = self._descend(nodes, left_over, careful=True)
         return below - self.capacity, self._heap.take(below)
+
+    def before(self, leaves: IntArray) -> FloatArray:
+        """The cumulative sum before leaves (B,)."""
+        nodes, sums = leaves + self.capacity, np.zeros(len(leaves))
+        for _ in range(self._steps):
+            eight = self._below.take(nodes >> STEP, axis=0)
+            sums += (eight * (np.arange(WIDTH) < (nodes % WIDTH)[:, None])).sum(axis=1)
+            nodes >>= STEP
+        return sums + self._cumulative().take(nodes - self._top)
 
     def query(self, values: FloatArray) -> tuple[IntArray, FloatArray]:
         """`find` of values that are checked.
@@ -393,6 +403,43 @@ def by_tree(of: IntArray | None, *columns: Any) -> Iterator[tuple[int, tuple[Any
     for i in np.flatnonzero(count).tolist():
         start, end = end, end + count.item(i)
         yield i, tuple(column[start:end] for column in columns)
+
+
+def distinct(trees: Sequence[SumTree], count: int, rng: np.random.Generator) -> tuple[IntArray, FloatArray]:
+    """(count,) in which tree, and at which value of its sum, different leaves are, drawn one after another.
+
+    Each is drawn in proportion to its priority among those that are left: a value of what is left of the sum is found
+    behind the leaves that lie before it and were drawn. One that is found twice at once is passed over the second time,
+    which leaves the chances of the others as they are to each other.
+
+    Raises:
+        NotEnoughDataError: less than `LEAST` of the sum is left for the next one.
+    """
+    totals = np.array([*map(_TOTAL, trees)])
+    ends, total = totals.cumsum(), float(totals.sum())
+    of, leaves = np.zeros((2, 0), np.int64)
+    begins, sizes = np.zeros((2, 0))
+    while len(of) < count:
+        order = np.argsort(begins)
+        taken = np.append(0, sizes[order].cumsum())
+        remaining = total - taken.item(-1)
+        if remaining <= LEAST * total:
+            raise NotEnoughDataError(
+                f"replacement=False: {len(of)} items have the priorities of all, {count} are wanted; lower batch_size"
+            )
+        values = rng.random(count - len(of)) * remaining
+        values += taken.take(np.searchsorted(begins[order] - taken[:-1], values, side="right"))
+        which = np.minimum(ends.searchsorted(values, "right"), totals.nonzero()[0][-1])
+        within = np.clip(values - (ends - totals).take(which), 0, totals.take(which))
+        chosen, size, begin = np.zeros_like(which), np.zeros_like(within), np.zeros_like(within)
+        for i, (mine, part) in by_tree(which, np.arange(len(which)), within):
+            chosen[mine], size[mine] = trees[i].find(part)
+            begin[mine] = (ends[i] - totals[i]) + trees[i].before(chosen[mine])
+        of, leaves = np.append(of, which), np.append(leaves, chosen)
+        begins, sizes = np.append(begins, begin), np.append(sizes, size)
+        kept = np.sort(np.unique(np.stack([of, leaves]), axis=1, return_index=True)[1])
+        of, leaves, begins, sizes = of[kept], leaves[kept], begins[kept], sizes[kept]
+    return of, begins - (ends - totals).take(of) + sizes / 2
 
 
 def load_loops() -> None:
