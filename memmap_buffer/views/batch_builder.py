@@ -71,13 +71,14 @@ class Following(NamedTuple):
     lead: IntArray
     end: IntArray
 
-    def rows(self, final: bool) -> Further:
-        """The rows of those entries, of fields with or without `final`."""
+    def rows(self, final: bool, begin: int) -> Further:
+        """The rows of those entries, of fields with or without `final`, from one entry on."""
         anchors = self.records.anchors
         row = anchors.words.view(np.int64)[:, FIRST_ROW] + self.start  # type: ignore[union-attr]
         row = row + anchors.slot if final else row
-        needed = self.end > self.lead
-        return Further(self.item[needed], row[needed], self.lead[needed], self.end[needed])
+        lead, end = np.maximum(self.lead - begin, 0), self.end - begin
+        row, needed = row + lead - (self.lead - begin), end > lead
+        return Further(self.item[needed], row[needed], lead[needed], end[needed])
 
 
 class BatchBuilder:
@@ -416,7 +417,7 @@ class BatchBuilder:
         lead = np.minimum(np.maximum(-begin, 0), steps)
         stop = np.maximum(np.minimum(limit - begin, steps), 0)
         nearest = np.minimum(np.maximum(begin, 0), limit - 1)
-        further = None if self._following is None else self._following.rows(final)
+        further = None if self._following is None else self._following.rows(final, offsets.start)
         return RowRanges(self.first(final) + nearest, lead, stop, steps, padding, further)
 
     # The end

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -124,6 +124,14 @@ class Timestep(View):
         builder.put_at(builder.plan, builder.t)
 
 
+class LastEntries(NamedTuple):
+    """Fields of which a window has its last entries: how many; those without a final observation, those with it."""
+
+    last: int
+    plain: tuple[str, ...]
+    finals: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Window(View):
     """Windows of `length` consecutive timesteps that begin every `stride` steps; only "continue" leaves the episode.
@@ -160,6 +168,9 @@ class Window(View):
         reward: the field of the rewards.
         terminated: the field that is true where nothing follows; default: the one that the buffer declared.
         discount: the field of a discount of every step, as for `NStep`.
+        only: field, or group, -> k: it is given for the last k steps of a window alone, (B, k, *field), and its rows
+            before these are not read. `_mask[:, L - k:]` tells which exist; padding, and what `final_observation` and
+            `n_steps` say of fields with `final`, is as for others.
         final_observation: fields with `final` have one entry more, (B, L + 1, *field): the observation after the last
             step. `_mask_<field>` (B, L + 1) tells which exist.
         start_fields: fields that are given at the first existing step of a window alone, (B, *field): the recurrent
@@ -194,10 +205,16 @@ class Window(View):
     return_steps: bool = False
     discount: str | None = None
     final_observation: bool = False
+    only: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         self._keep_names("fields", "start_fields")
         check_count("length", self.length)
+        object.__setattr__(self, "only", tuple(dict(self.only).items()))  # so that views are values
+        for name, steps in dict(self.only).items():
+            check_count(f"only[{name!r}]", steps)
+            if steps > self.length:
+                raise SchemaError(f"only: got {steps} steps of {name!r}, expected 1 … length={self.length}")
         check_count("stride", self.stride)
         check_choice("boundary", self.boundary, WindowBoundary)
         check_choice("padding", self.padding, Padding)
@@ -259,9 +276,10 @@ class Window(View):
         return [name for name in named(schema, self.fields, "fields") if name not in at_start], at_start
 
     def sequences(self, schema: Schema) -> dict[str, str]:
+        shorter = {name for last, plain, _ in self.plan(schema)[0] if last < self.length for name in plain}
         padded_behind = not (self.pad_before or self.pad_in_front or self.continues or self.n_steps)
         names = self._names(schema)[0] if padded_behind else []
-        return {name: "_lens" for name in names if not self._shows_final(schema, name)}
+        return {name: "_lens" for name in names if not (self._shows_final(schema, name) or name in shorter)}
 
     def _shows_final(self, schema: Schema, name: str) -> bool:
         """Whether a field is given with the final observation of its episode."""
@@ -291,24 +309,28 @@ class Window(View):
         end = episodes.count if self.pad_after is None else stop + self.pad_after
         return _inside(episodes, -self.pad_before, 0, stop, self.boundary, self.stride, end)
 
-    def plan(self, schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """The fields of every entry without and with their final observation, and those of the first one alone."""
+    def plan(self, schema: Schema) -> tuple[list[LastEntries], tuple[str, ...]]:
+        """Of how many last entries which fields are, without and with a final observation; those of the first alone."""
         names, at_start = self._names(schema)
-        finals = tuple(name for name in names if self._shows_final(schema, name))
-        return tuple(name for name in names if name not in finals), finals, at_start
+        last = dict.fromkeys(names, self.length)
+        for group, steps in dict(self.only).items():
+            last |= dict.fromkeys(schema.require([group], "only", names), steps)
+        groups = []
+        for steps in dict.fromkeys([self.length, *last.values()]):
+            finals = tuple(name for name in names if last[name] == steps and self._shows_final(schema, name))
+            plain = tuple(name for name in names if last[name] == steps and name not in finals)
+            groups.append(LastEntries(steps, plain, finals))
+        return groups, at_start
 
     def cut(self, builder: BatchBuilder) -> None:
         if not self.allow_short:
             builder.require_steps(self.length)
         if self.pad_in_front:
             builder.pad_in_front(self.length)
-        steps, t, (names, finals, at_start) = range(self.length), builder.t, builder.plan
+        steps, t, (groups, at_start) = range(self.length), builder.t, builder.plan
         goes_on = self.boundary == CONTINUE
         stop = builder.run_on(self.length) if goes_on else builder.length
-        builder.put(names, steps, limit=builder.length, padding=self.padding)
-        observed = range(self.length + self.final_observation)
-        if finals:
-            builder.put(finals, observed, padding=self.padding)
+        self._put_fields(builder, groups)
         if at_start:
             builder.put_at(at_start, np.maximum(t, 0))
         rest = stop - t
@@ -328,12 +350,21 @@ class Window(View):
             returns = step_returns(builder, steps, self.n_steps, self.gamma or 0.0, self.reward, self.discount)
             builder.batch |= returns
             learned = mask & (returns["n_step_lens"] > 0) & (np.arange(self.length) < self.length - self.n_steps)
-        for name in finals:
-            builder.batch[f"_mask_{name}"] = builder.exists(observed, builder.limit(True))
         if self.burn_in or self.n_steps:
             unpadded = (t == 0) & (np.asarray(builder.begin) > 0)
             warm = self.burn_in - self.pad_before * unpadded[:, None]
             builder.batch["_loss_mask"] = learned & (np.arange(self.length) >= warm)
+
+    def _put_fields(self, builder: BatchBuilder, groups: Sequence[LastEntries]) -> None:
+        """Put the fields that have entries of their own, and the masks of those with a final observation."""
+        for last, names, finals in groups:
+            steps = range(self.length - last, self.length)
+            builder.put(names, steps, limit=builder.length, padding=self.padding)
+            if finals:
+                observed = range(steps.start, self.length + self.final_observation)
+                builder.put(finals, observed, padding=self.padding)
+                exist = builder.exists(observed, builder.limit(True))
+                builder.batch |= {f"_mask_{name}": exist for name in finals}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,93 @@
+"""`Window(L, only={field: k})`: the last k entries of what the window without it gives."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memmap_buffer import Field, ReplayBuffer, SchemaError, Window
+
+LENGTH = 5
+FIELDS = {
+    "cameras": {"left": ("uint8", (2, 2)), "right": ("uint8", 3, 7)},
+    "note": "U4",
+    "x": Field("int", final=True),
+    "reward": "float",
+    "terminated": "bool",
+}
+HOW = {
+    "pad": {},
+    "edge": {"padding": "edge"},
+    "default": {"padding": "default", "pad_before": 2, "pad_after": 2},
+    "shift": {"boundary": "shift", "stride": 2},
+    "drop": {"boundary": "drop", "final_observation": True},
+    "in front": {"pad_in_front": True, "final_observation": True},
+    "returns": {"n_steps": 2, "gamma": 0.9},
+    "continue": {"boundary": "continue", "return_steps": True},
+}
+
+
+@pytest.fixture
+def buffer(tmp_path: Path) -> Any:
+    with ReplayBuffer(tmp_path, 20, 12, FIELDS, circular=True, capacity=40) as buffer:
+        for number, length in enumerate((1, 3, 4, 9, 2, 1, 1, 12, 8, 7)):
+            t = 20 * number + np.arange(length)
+            cameras = {"cameras.left": np.tile(t[:, None, None], (2, 2)), "cameras.right": np.tile(t[:, None], 3)}
+            ends = {"reward": t, "terminated": t == t[-1] * (number % 2)}
+            buffer.store_episode(**cameras, **ends, note=[f"{i:04}" for i in t], x=[*t, *[-1] * (number % 3 == 1)])
+        yield buffer
+
+
+def flat(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch by dotted names."""
+    cameras = {f"cameras.{name}": values for name, values in batch["cameras"].items()}
+    return {name: np.asarray(values) for name, values in {**batch, **cameras}.items() if name != "cameras"}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
+@pytest.mark.parametrize("only", [{"cameras": 2, "note": 5, "x": 1}, {"cameras.left": 1, "x": 3, "note": 4}])
+def test_a_field_has_the_last_entries_of_the_window_and_others_have_all(
+    buffer: ReplayBuffer, how: dict[str, Any], only: dict[str, int]
+) -> None:
+    whole = flat(buffer.batch(view=Window(LENGTH, **how), format="numpy"))
+    batch = flat(buffer.batch(view=Window(LENGTH, only=only, **how), format="numpy"))
+    assert batch.keys() == whole.keys() and len(whole["_start"]) > 10
+    last = {
+        name: only[group]
+        for group in only
+        for name in (*FIELDS, "cameras.left", "cameras.right", "_mask_x")
+        if name == group or name.startswith(f"{group}.") or name == f"_mask_{group}"
+    }
+    for name, values in whole.items():
+        expected = values[:, LENGTH - last[name] :] if name in last else values
+        assert np.array_equal(batch[name], expected), name
+
+
+def test_windows_that_name_some_entries_are_values_and_say_what_they_are() -> None:
+    view = Window(LENGTH, only={"note": 2})
+    assert view == Window(LENGTH, only={"note": 2}) != Window(LENGTH, only={"note": 3})
+    assert hash(view) == hash(pickle.loads(pickle.dumps(view)))
+
+
+def test_ragged_windows_cut_only_fields_that_have_all_entries(buffer: ReplayBuffer) -> None:
+    batch = buffer.batch(view=Window(LENGTH, only={"note": 2, "cameras": 2}), ragged=True)
+    assert {len(part) for part in batch["reward"].unbind()} == {*range(1, LENGTH + 1)}
+    assert batch["cameras"]["left"].shape[1:] == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("only", "match"),
+    [
+        ({"note": 6}, r"only: got 6 steps of 'note', expected 1 … length=5"),
+        ({"note": 0}, r"only\['note'\]: got 0"),
+        ({"nope": 1}, r"only: got 'nope', which was not declared"),
+        ({"x": 1}, r"only: got 'x'"),
+    ],
+)
+def test_what_cannot_be_is_refused(buffer: ReplayBuffer, only: dict[str, int], match: str) -> None:
+    with pytest.raises(SchemaError, match=match):
+        buffer.batch(view=Window(LENGTH, fields=["note", "reward"], only=only))
