@@ -1,4 +1,4 @@
-"""Batches drawn with replacement, as `sample` gives them."""
+"""Batches as `sample` gives them: drawn with replacement, or no item twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, SchemaEr
 from memmap_buffer.format.syscalls import renew_after_fork
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.live_index import LiveIndex
-from memmap_buffer.items.shuffle import Permutation, Quota
+from memmap_buffer.items.shuffle import Quota
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.folders import Found
@@ -81,13 +81,16 @@ class UniformSampler:
         self._live: LiveIndex | None = None
         self._block = Block()
 
-    def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Columns:
+    def next(
+        self, batch_size: int, rng: np.random.Generator, alone: bool = False, *, distinct: bool = False
+    ) -> Columns:
         """The next batch.
 
         Args:
             batch_size: items.
             rng: chance.
             alone: the batch does not depend on those before.
+            distinct: no item is there twice; for one that is `alone`.
 
         Raises:
             NotEnoughDataError: there is nothing to draw.
@@ -102,7 +105,9 @@ class UniformSampler:
                 live = None
             source = self.reader.index(refresh=True) if live is None else live
             of, block, count = (source if live is None else live.mark, batch_size), self._block, 1
-            if alone:
+            if distinct:
+                records = self._draw_distinct(source, batch_size, rng)
+            elif alone:
                 records = self._draw(source, batch_size, rng, 0)
             elif block.of == of and block.at < block.size:
                 if block.unread is None:
@@ -166,17 +171,22 @@ class UniformSampler:
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Columns:
         """A batch, no item of which is there twice. Raises NotEnoughDataError: there are not so many."""
-        reader = self.reader
-        index = reader.index(refresh=True)
-        reader.require(index)
-        if self._quota is not None or index.weight_sums is not None:
+        return self.next(batch_size, rng, alone=True, distinct=True)
+
+    def _draw_distinct(self, source: LiveIndex | Index, count: int, rng: np.random.Generator) -> Found:
+        reader, weighted = self.reader, self._quota is not None
+        if isinstance(source, Index):
+            reader.require(source)
+            weighted = weighted or source.weight_sums is not None
+        if weighted:
             raise SchemaError("replacement=False draws every item alike; leave out weights and weight_by")
-        if batch_size > len(index):
+        if count > len(source):
             path = reader.folders.storages[0].path
-            text = f"{path}: replacement=False: got batch_size {batch_size}, there are {len(index)} items; lower it"
-            raise NotEnoughDataError(text, items=len(index))
-        numbers = Permutation(len(index), int(rng.integers(2**63)))(np.arange(batch_size))
-        return reader.read(reader.crop(index.locate(numbers), lambda: rng))
+            text = f"{path}: replacement=False: got batch_size {count}, there are {len(source)} items; lower it"
+            raise NotEnoughDataError(text, items=len(source))
+        numbers = rng.choice(len(source), count, replace=False)
+        anchors = reader.crop(source.locate(numbers), lambda: rng)
+        return reader.folders.find(anchors) if isinstance(source, Index) else reader.folders.at(anchors, source.changes)
 
 
 def folder_bounds(reader: BatchReader, index: Index, num_folders: int) -> list[int]:

@@ -130,15 +130,21 @@ def test_a_step_of_an_episode_in_memory(make: Callable[..., ReplayBuffer], num_e
     require(buffer, lambda: buffer.add(**given), calls)
 
 
-def test_a_step_and_a_batch_of_transitions(make: Callable[..., ReplayBuffer]) -> None:
+@pytest.mark.parametrize(
+    ("calls", "options"),
+    [pytest.param(62, {}, id="with replacement"), pytest.param(62, {"replacement": False}, id="without")],
+)
+def test_a_step_and_a_batch_of_transitions(
+    make: Callable[..., ReplayBuffer], calls: int, options: dict[str, Any]
+) -> None:
     given = {**steps(8), "next_observation": np.ones((8, 17), "f4")}
     buffer = ring(make(publish="step", capacity=400, spare_slots=8), given)
 
     def learn() -> None:
         buffer.add(**given)
-        buffer.sample(256, n_steps=1, gamma=0.99)
+        buffer.sample(256, n_steps=1, gamma=0.99, **options)
 
-    require(buffer, learn, calls=62)
+    require(buffer, learn, calls)
 
 
 @pytest.mark.parametrize(
