@@ -282,3 +282,14 @@ def test_no_step_is_left_out_whoever_made_the_folder(tmp_path: Path) -> None:
     for step in transitions(0, 30, 2, BOX):
         buffer.add(*step)
     assert buffer.disk.num_steps == 60
+
+
+@pytest.mark.parametrize(("name", "task"), [("QRDQN", "CartPole-v1"), ("TQC", "Pendulum-v1")])
+def test_algorithms_of_sb3_contrib_learn_from_a_folder(tmp_path: Path, name: str, task: str) -> None:
+    contrib = pytest.importorskip("sb3_contrib", reason="sb3-contrib is not installed")
+    how = {"replay_buffer_class": DiskReplayBuffer, "replay_buffer_kwargs": {"folder": tmp_path}, "buffer_size": 1000}
+    model = getattr(contrib, name)("MlpPolicy", task, **how, **small())
+    before = [parameter.clone() for parameter in model.policy.parameters()]
+    model.learn(120)
+    assert model.replay_buffer.size() == 120
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.policy.parameters(), strict=True))
