@@ -16,6 +16,7 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.writing.episode import Episode, Scalars, left
 from memmap_buffer.writing.episode_group import EpisodeGroup
 from memmap_buffer.writing.steps import NEXT, Steps
+from memmap_buffer.writing.validation import add_defaults
 from memmap_buffer.writing.writer import Writer
 
 log = logging.getLogger("memmap_buffer")
@@ -199,7 +200,8 @@ class EpisodeStream(EpisodeGroup):
         plan = self._plans[lead]
         for name, value in step.items():
             if name not in plan:
-                return None
+                flat = self.schema.flatten(step)  # of groups
+                return self._encoded(flat) if flat.keys() <= plan.keys() else None
             field, shape, numbers = plan[name]
             kind = type(value)
             if kind is ndarray and value.dtype == field.direct and value.shape == shape:
@@ -218,8 +220,13 @@ class EpisodeStream(EpisodeGroup):
                 if value.shape != shape:
                     return None
             columns[name] = value if lead else value[None]
-        complete = len(columns) == len(plan) or columns.keys() == self.schema.fields.keys()
-        return columns if complete else None
+        fields = self.schema.fields.keys()
+        if len(columns) != len(plan) and columns.keys() != fields and not columns.keys().isdisjoint(fields):
+            try:
+                add_defaults(self.schema, columns, (self._size,), "")
+            except SchemaError:
+                return None  # likewise
+        return columns if len(columns) == len(plan) or columns.keys() == fields else None
 
     def publish(self, *, cut: bool = True) -> None:
         """Publish what is open, as `cut` short where it did not end; what was seen last is the final observation."""

@@ -61,7 +61,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     made: list[ReplayBuffer] = []
 
     def make(**options: Any) -> ReplayBuffer:
-        made.append(ReplayBuffer(tmp_path / str(len(made)), 8, LENGTH, FIELDS, circular=True, **options))
+        options = {"fields": FIELDS, "circular": True, **options}
+        made.append(ReplayBuffer(tmp_path / str(len(made)), 8, LENGTH, **options))
         return made[-1]
 
     yield make
@@ -121,6 +122,15 @@ def test_a_step_of_environments_that_is_shown_at_once(
     given = one_step() if num_envs is None else {**steps(num_envs), "next_observation": np.ones((num_envs, 17), "f4")}
     buffer = ring(make(publish="step", capacity=400, spare_slots=8), given)
     require(buffer, lambda: buffer.add(**given), calls)
+
+
+def test_a_step_with_a_group_and_without_what_has_a_default(make: Callable[..., ReplayBuffer]) -> None:
+    given = {**steps(8), "next_observation": np.ones((8, 17), "f4")}
+    grouped = {name: {"state": given.pop(name)} for name in ("observation", "next_observation")}
+    fields = {**FIELDS, "observation": {"state": FIELDS["observation"]}, "label": ("int", (), 0)}
+    buffer = make(publish="step", capacity=400, spare_slots=8, fields=fields)
+    ring(buffer, given | grouped)
+    require(buffer, lambda: buffer.add(**given, **grouped), calls=40)
 
 
 @pytest.mark.parametrize(("num_envs", "calls"), [(None, 9), (1, 9), (8, 9)])

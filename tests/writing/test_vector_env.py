@@ -139,6 +139,36 @@ def test_chunks_of_any_length_give_what_a_list_for_each_environment_gives(tmp_pa
     assert found(ReplayBuffer.from_folder(folder)) == slow(steps, end=True)  # `close` keeps what is open
 
 
+@pytest.mark.parametrize("publish", ["step", "episode"])
+@pytest.mark.parametrize("size", [None, 3])
+def test_groups_and_fields_that_are_left_out_are_stored_step_by_step_as_all_at_once(tmp_path, size, publish):
+    steps = steps_of(np.arange(24).reshape(8, 3) % 7 == 6)
+    del steps["task"], steps["truncated"]
+    steps = at(steps, slice(None), 0) if size is None else steps
+    options = {"publish": publish, "spare_slots": 4}
+    with make(tmp_path / "a", **options) as one_by_one, make(tmp_path / "b", **options) as at_once:
+        for t in range(8):
+            one_by_one.add(**at(steps, t))
+        at_once.extend(**steps)
+        for buffer in (one_by_one, at_once):
+            buffer.end_episodes()
+        assert one_by_one.num_steps == at_once.num_steps == 8 * (size or 1)
+        for i in range(len(at_once)):
+            found, expected = one_by_one.episode(i), at_once.episode(i)
+            assert not expected["truncated"].any()
+            np.testing.assert_equal(found, expected)
+
+
+def test_a_step_without_any_field_is_refused_though_all_have_a_default(tmp_path):
+    fields = {"x": Field("float", (), 0.0, final=True), "terminated": ("bool", (), False)}
+    with ReplayBuffer(tmp_path, 10, LIMIT, fields) as buffer:
+        for given in ({}, {"next_x": 1.0}):
+            buffer.add(x=1.0)
+            with pytest.raises(SchemaError, match="no field was given"):
+                buffer.add(**given)
+        assert buffer.num_added == 2
+
+
 def test_without_the_next_observation_an_episode_has_no_final_one(tmp_path):
     steps = steps_of([[0], [1], [0]])
     del steps["next_observation"]
