@@ -194,7 +194,8 @@ def as_dreamer_records(played: Arrays) -> Arrays:
     return together([together([records[t] for records in streams]) for t in range(count)])
 
 
-def test_dreamer_v3(tmp_path: Path) -> None:
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_dreamer_v3(tmp_path: Path, one_by_one: bool) -> None:
     """`embodied.Replay`: each run of `length` records of a worker, over the ends of episodes, the newest; `update`.
 
     Differs: its capacity counts items, and ours steps: of each worker `length` - 1 more.
@@ -215,9 +216,18 @@ def test_dreamer_v3(tmp_path: Path) -> None:
         truncated="is_last",
         publish="step",
     )
+    given = {name: values for name, values in records.items() if name != "is_first"}
+    opened: dict[int, Any] = {}
     for t in range(count):
-        step = {name: values[t] for name, values in records.items() if name != "is_first"}
-        buffer.add(**step, worker=np.arange(workers))
+        if not one_by_one:
+            buffer.add(**{name: values[t] for name, values in given.items()}, worker=np.arange(workers))
+            continue
+        for worker in range(workers):
+            if worker not in opened:
+                opened[worker] = buffer.begin_episode(worker=worker)
+            opened[worker].store(**{name: values[t, worker] for name, values in given.items()})
+            if given["is_last"][t, worker]:
+                opened.pop(worker).publish()
     view = Window(length, boundary="continue", stream="worker", return_steps=True)
 
     starts = [(t, worker) for t in range(count - length + 1) for worker in range(workers)][-num_items:]
