@@ -84,7 +84,11 @@ class Storage:
         read_only: nothing may ever be written through this object.
         verify: when checksums are compared: "auto" (what may have been lost in a crash of the machine or in copying
             beside a writer, when it is first read), "always" (everything, on opening), "read" (at every read), "never".
+
+    Attributes: token: another object whenever any storage of this process has another table.
     """
+
+    token = object()
 
     def __init__(self, path: str | PathLike[str] | Folder, *, read_only: bool = False, verify: str = "auto") -> None:
         folder = path if isinstance(path, Folder) else Folder(path_of(path))
@@ -128,7 +132,7 @@ class Storage:
         state[_CHANGES] = self.table.changes  # a copy, so the counter never moves, and the table stays
         other = Storage(path, read_only=True, verify="never")
         other.layout, other.maps = self.layout, replace(self.maps, state=state)
-        other._table = replace(self.table, visible=np.empty(0, np.int64))
+        other._keep(replace(self.table, visible=np.empty(0, np.int64)))
         other.withdrawn = True
         return other
 
@@ -273,13 +277,19 @@ class Storage:
             return table
         num_damaged = -1
         while num_damaged != self.num_damaged:  # another thread may find more meanwhile
-            num_damaged, self._table = self.num_damaged, self.journal.at_once(self)
-        return self._table  # type: ignore[return-value]
+            num_damaged, table = self.num_damaged, self._keep(self.journal.at_once(self))
+        return table  # type: ignore[return-value]
 
     def reread(self) -> EpisodeTable:
         """The episode table from all records, without a look at the change counter."""
-        self._table = self.journal.at_once(self, anew=True)
-        return self._table
+        return self._keep(self.journal.at_once(self, anew=True))
+
+    def _keep(self, table: EpisodeTable) -> EpisodeTable:
+        if table is not self._table:
+            Storage.token = object()  # before, as an interruption may be between the two
+            self._table = table
+            Storage.token = object()  # and after: whoever has this one reads this table
+        return table
 
     @property
     def highest_serial(self) -> int:
@@ -522,7 +532,7 @@ class Storage:
             log.warning("%s: episode %d %s and is not served", self.path, self._void[slot], what)
         if damaged:
             self.journal.doubt()
-            self._table = self.journal.at_once(self)
+            self._keep(self.journal.at_once(self))
 
     def check_always(self) -> None:
         """With `verify="always"`, check everything, also what would come back in the place of damaged episodes."""

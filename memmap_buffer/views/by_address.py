@@ -18,7 +18,7 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.records import CHECK, GENERATION, RECORD, SERIAL, STATE_WORD, WORDS
+from memmap_buffer.format.records import CHECK, GENERATION, RECORD, SERIAL, STATE_WORD, WORDS, Words
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import MOST_AT, address_of, bytes_at, memory
 from memmap_buffer.views.anchors import Anchors, BoolArray
@@ -46,6 +46,15 @@ class Held(NamedTuple):
         """Hold C-contiguous arrays."""
         return cls(np.array([address_of(array) for array in arrays]), np.array([*map(len, arrays)]), arrays)
 
+    def replaced(self, places: Sequence[int], arrays: Sequence[Array]) -> Held:
+        """Other arrays in the place of some, the rest as it is."""
+        if not places:
+            return self
+        begin, length, every = self.begin.copy(), self.length.copy(), [*self.arrays]
+        for place, array in zip(places, arrays, strict=True):
+            begin[place], length[place], every[place] = address_of(array), len(array), array
+        return Held(begin, length, every)
+
     def at(self, of: IntArray, low: IntArray, high: IntArray) -> IntArray | None:
         """(B,) where the arrays of some places begin; None where an item low … high - 1, (B, …), does not exist."""
         length = self.length.take(of).reshape(-1, *(1,) * (low.ndim - 1))
@@ -69,14 +78,24 @@ class Reach:
 
     def __init__(self, storages: tuple[Storage, ...], tables: tuple[EpisodeTable, ...], before: Reach | None) -> None:
         self.storages, self.tables = storages, tables
-        self._arrays: dict[str, Held] = before._arrays if before is not None and before.storages is storages else {}
-        self.changes = np.array([table.changes for table in tables])
-        self._served = Held.of([table.served for table in tables])  # another thread may put an equal one in its place
+        before = before if before is not None and before.storages is storages else None
+        self._arrays: dict[str, Held] = {} if before is None else before._arrays
+        self._mirrored: bool
+        if before is None:
+            self._mirrored = any(storage.mirror is not None for storage in storages)
+            self.changes = np.array([table.changes for table in tables], np.uint64)
+            self._served = Held.of([table.served for table in tables])  # another thread may put an equal one there
+            trusted = all(storage.trusted and not storage.in_doubt for storage in storages)
+            self.usable = trusted and not self._mirrored
+        else:
+            again = [i for i, (now, then) in enumerate(zip(tables, before.tables, strict=True)) if now is not then]
+            self.changes = before.changes.copy()
+            self.changes[again] = [tables[i].changes for i in again]
+            self._served = before._served.replaced(again, [tables[i].served for i in again])
+            self._mirrored, self.usable = before._mirrored, before.usable  # each folder says it of itself once
         self._records = self._hold("/episodes", lambda storage: storage.maps.words)
         self._state = self._hold("/state", lambda storage: storage.maps.state)
         self._last_slot = np.minimum(self._served.length, self._records.length) - 1
-        self._mirrored = any(storage.mirror is not None for storage in storages)
-        self.usable = not self._mirrored and all(storage.trusted and not storage.in_doubt for storage in storages)
 
     def _hold(self, name: str, array_of: Callable[[Storage], Array]) -> Held:
         """The arrays of a name, those that were first asked for: what another thread was told stays held."""
@@ -145,5 +164,16 @@ class Reach:
 
     def unchanged(self, of: IntArray) -> bool:
         """Whether in the folders at some places nothing has changed since the tables were read."""
-        now = bytes_at(self._state.begin.take(of) + 8 * STATE_WORD["changes"], 8).view(np.int64)
-        return bool((now == self.changes.take(of)).all())
+        return bool((self._changes_at(self._state.begin.take(of)) == self.changes.take(of)).all())
+
+    def changed(self) -> list[int]:
+        """The places of the folders in which something has changed since the tables were read."""
+        if self._mirrored:
+            now = np.array([storage.changes for storage in self.storages], np.uint64)
+        else:
+            now = self._changes_at(self._state.begin)
+        return np.flatnonzero(now != self.changes).tolist()
+
+    @staticmethod
+    def _changes_at(begin: IntArray) -> Words:
+        return bytes_at(begin + 8 * STATE_WORD["changes"], 8).view(np.uint64)

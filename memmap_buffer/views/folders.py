@@ -14,7 +14,7 @@ import numpy as np
 from memmap_buffer.cached import cached_property
 from memmap_buffer.errors import MemmapBufferError, SchemaError, SchemaMismatchError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.records import GENERATION, STATE_WORD, WORDS
+from memmap_buffer.format.records import GENERATION, WORDS
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import renew_after_fork
 from memmap_buffer.schema import ENDS, Field
@@ -29,7 +29,7 @@ APART = (
     "alike by rename_field, drop_field or add_field"
 )
 COMMON = "; what they have in common is read by ConcatBuffer(…, fields={!r})"
-_TABLE, _STATE = attrgetter("table"), attrgetter("maps.state")  # of many folders, in half the time
+_TABLE = attrgetter("table")  # of many folders, in half the time
 
 
 class FieldGroup(NamedTuple):
@@ -174,6 +174,17 @@ def grouped(reach: Reach, of: IntArray) -> tuple[tuple[Group, ...], IntArray | N
     return tuple(groups), order
 
 
+class Tables(NamedTuple):
+    """The episode tables of some folders.
+
+    Attributes: token: `Storage.token` from before they were read.
+    """
+
+    token: object
+    storages: tuple[Storage, ...]
+    tables: tuple[EpisodeTable, ...]
+
+
 class Folders:
     """The folders that are read as one; they must hold the same fields, or those that are read of them.
 
@@ -224,8 +235,7 @@ class Folders:
         self._looked = True
         self._by_number: Mapping[int, Storage] = {}
         self._places: tuple[tuple[Storage, ...], IntArray] = (), self.numbers  # see `_places`
-        self._tables: tuple[EpisodeTable, ...] = ()
-        self._changes: list[int] = []
+        self._tables = Tables(None, (), ())
         self._reached: Reach | None = None
         self.groups = FieldGroups(self.schema.fields)
         self._take_in(by_number)
@@ -269,7 +279,7 @@ class Folders:
         numbers = np.fromiter(storages, np.int64, len(storages))
         if len(numbers) > len(self.numbers):
             self.numbers, places = numbers, _places(numbers)
-        self._by_number, self._places, self._changes = storages, (tuple(storages.values()), places), []
+        self._by_number, self._places = storages, (tuple(storages.values()), places)
         self._reached = None  # which would hold the maps of a shard that was removed
 
     def _take_in_fields(self, storage: Storage) -> None:
@@ -303,18 +313,17 @@ class Folders:
 
     @property
     def tables(self) -> tuple[EpisodeTable, ...]:
-        """The episode tables as last read; of folders that were found since, too."""
-        return tuple(map(_TABLE, self.storages))
+        """The episode tables as last read, of folders that were found since, too; the same tuple if none is another."""
+        token, storages, kept = Storage.token, self.storages, self._tables
+        if kept.token is not token or kept.storages is not storages:
+            tables = tuple(map(_TABLE, storages))
+            kept = self._tables = Tables(token, storages, kept.tables if tables == kept.tables else tables)
+        return kept.tables
 
     @property
     def ids(self) -> tuple[str, ...]:
         """The id of each folder's buffer; "" of a folder that is not there."""
         return tuple(map(id_of, self.storages))
-
-    @property
-    def changes(self) -> list[int]:
-        """The change counter of each folder, as it is now."""
-        return [state.item(STATE_WORD["changes"]) for state in map(_STATE, self.storages)]
 
     def refresh(self) -> tuple[EpisodeTable, ...]:
         """The episode tables as they are now, and those of shards that appeared; the same tuple if nothing changed."""
@@ -323,15 +332,9 @@ class Folders:
         with self._lock:
             self._look()
             self._looked = True
-            changes = self.changes
-            if changes != self._changes:
-                for storage in self.storages:
-                    storage.refresh()
-                self._changes = changes
-            tables = self.tables  # a writer of this process may have read its own again
-            if tables != self._tables:
-                self._tables = tables
-            return self._tables
+            for place in self._reach(self.storages, self.tables).changed():
+                self.storages[place].refresh()
+            return self.tables
 
     def _look(self) -> None:
         """Read the shards that the root has now."""
@@ -415,7 +418,7 @@ class Folders:
             words, same, changes = storages[0].look_up(anchors.slot, anchors.serial, trusted)
             return Found(Anchors(*anchors[:-1], words), group=Group(storages[0], EVERY, EVERY, changes)), same
         of = places.take(anchors.folder)
-        reach = self._reach(storages)
+        reach = self._reach(storages, self.tables)
         if reach.usable:
             anchors, same = reach.look_up(of, anchors)
             return Found(anchors, reach, of), same
@@ -426,10 +429,10 @@ class Folders:
         # Not the tables of now: another thread may have read newer ones since a record was looked up.
         return Found(Anchors(anchors.folder, slot, *anchors[2:-1], words), reach, of), same
 
-    def _reach(self, storages: tuple[Storage, ...]) -> Reach:
+    def _reach(self, storages: tuple[Storage, ...], tables: tuple[EpisodeTable, ...]) -> Reach:
         """The folders as of their tables now."""
-        reach, tables = self._reached, tuple(map(_TABLE, storages))
-        if reach is None or reach.storages is not storages or reach.tables != tables:
+        reach = self._reached
+        if reach is None or reach.storages is not storages or reach.tables is not tables:
             reach = self._reached = Reach(storages, tables, reach)
         return reach
 

@@ -18,7 +18,7 @@ import torch
 from inside import expect_no_slow_disk
 from ways import Way, way_of
 
-from memmap_buffer import Field, ReplayBuffer, Window
+from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, Window
 from memmap_buffer.format import lock
 from memmap_buffer.format.episode_table import EpisodeTable
 from memmap_buffer.format.journal import Journal
@@ -194,6 +194,38 @@ def test_a_step_that_is_given_with_its_error(
     for _ in range(400):
         buffer.add(**given, priority=errors)
     require(buffer, lambda: buffer.add(**given, priority=errors), calls)
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> list[ConcatBuffer]:
+    """Roots of 3 shards and of 30."""
+    places = [tmp_path_factory.mktemp(str(count)) for count in (3, 30)]
+    for count, place in zip((3, 30), places, strict=True):
+        for number in range(count):
+            with ReplayBuffer(place / f"shard-{number:05}", 2, 8, {"x": "float32"}) as buffer:
+                buffer.store_episode(x=np.arange(8, dtype="f4"))
+    return [ConcatBuffer.from_root(place) for place in places]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"timestep_level": True}, id="timesteps"),
+        pytest.param({"n_steps": 3}, id="3 steps"),
+        pytest.param({"view": Window(4)}, id="windows"),
+    ],
+)
+def test_a_batch_of_a_root_takes_as_many_calls_whatever_its_shards(
+    roots: list[ConcatBuffer], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(batch_reader, "ANSWER_SECONDS", 1e9)
+    counts = []
+    for root in roots:
+        for _ in range(20):
+            root.sample(64, **options)
+        expect_no_slow_disk(root)
+        counts.append(sum(len(way_of(lambda root=root: root.sample(64, **options)).functions) for _ in range(TIMES)))
+    assert counts[0] == counts[1]
 
 
 def test_who_learns_by_several_sets_of_options_keeps_one_account_of_what_is_visible(
