@@ -59,6 +59,7 @@ LOW = 2**32 - 1
 PAGE = 4096
 NODE_BYTES = 10  # of a leaf, and of its share in the nodes above
 BLOCK_STEPS = 1 << 20  # steps that are stored together
+SMALL = 1 << 15  # bytes of a tree: to ask the system whether there is room for it takes longer than to make it
 NEW = "it is new"
 CHUNK_BITS, PAGE_BITS = 18, 9  # words in 2 MiB, and in 4 KiB
 
@@ -121,11 +122,9 @@ class TreeFile:
             BufferLockedError: another process does.
             WriterLostError: another folder stands at the path.
         """
-        with suppress(FileNotFoundError):
-            self._folder.hold()
-        self.require_place()
         if self.storage.read_only or not self.storage.layout.writable:
             return
+        self._hold()
         try:
             self._locks.append(self._folder.lock(f"priority/{self.name}.lock"))
         except BufferLockedError:
@@ -134,6 +133,12 @@ class TreeFile:
                 "name, or open the folder with read_only=True for priorities of your own",
                 path=self.storage.path,
             ) from None
+
+    def _hold(self) -> None:
+        """Hold the folder. Raises WriterLostError: another one stands at the path."""
+        with suppress(FileNotFoundError):
+            self._folder.hold()
+        self.require_place()
 
     def require_place(self) -> None:
         """Raise WriterLostError where another folder than the one that was opened stands at the path."""
@@ -273,11 +278,21 @@ class TreeFile:
             CorruptBufferError: something in `priority/` is a link or no plain file.
             OSError: the disk is full.
             SchemaError: α is too large for the highest priority so far.
-            WriterLostError: in a forked child, which would make its parent's file anew.
+            WriterLostError: in a forked child, which would make its parent's file anew; or another folder stands at
+                the path of a tree in memory.
         """
+        self.whole = False
         if self._locks:
             self._require_process()
-        self.whole = False
+            self._load(distrust)
+            return
+        self._hold()
+        try:
+            self._load(distrust)
+        finally:
+            self._folder.let_go()  # of more folders than a process may have files open, say
+
+    def _load(self, distrust: str) -> None:
         why = self._read_head() or distrust
         if not why and self._locks:
             self._map()
@@ -408,6 +423,8 @@ class TreeFile:
     def stored(self) -> tuple[float | None, float | None]:
         """(α, ε) that the files tell of; None where there are none, or they are damaged."""
         head, nodes = self._head_file, self._nodes_file
+        if not self._folder.exists(head.name):
+            return None, None
         try:
             words = self._folder.map(head.name, head.header, head.dtype, head.shape)
             alpha = float(self._folder.map(nodes.name, nodes.header, nodes.dtype, nodes.shape)[0])
@@ -459,11 +476,13 @@ class TreeFile:
 
     def _kept(self) -> tuple[IntArray, Array, FloatArray]:
         """(slots, their pairs, the old nodes) of all leaves; whoever follows takes those out whose episode is gone."""
-        file = self._nodes_file
+        file, none = self._nodes_file, (np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(3))
+        if not self._folder.exists(file.name):
+            return none
         try:
             old = self._folder.map(file.name, file.header, file.dtype, file.shape)
-        except CorruptBufferError:  # missing or torn
-            return np.zeros(0, np.int64), np.zeros((0, 2), np.uint64), np.zeros(3)
+        except CorruptBufferError:  # torn
+            return none
         slots = np.flatnonzero(self.pairs[:, 0])
         return slots, self.pairs[slots], old
 
@@ -483,6 +502,8 @@ def require_memory(storage: Storage, leaves: int, what: str) -> None:
 
     Pages that no step lies in take none. A system that gives more memory than it has would end the process later.
     """
+    if NODE_BYTES * leaves <= SMALL:
+        return
     table, available = storage.refresh(), available_memory()
     needed = min(NODE_BYTES * leaves, NODE_BYTES * table.steps + PAGE * len(table))
     if available is not None and needed > available:

@@ -3,7 +3,8 @@
 Why it reads no memory but that of maps that are there:
 
 - *Held.* An address is told by an array that `Held` refers to, for as long as anybody has the `Reach`, and a batch has
-  its own until it is checked. So nothing is unmapped before. Mirrors let go of their maps, so none is read so.
+  its own until it is checked. So nothing is unmapped before. Mirrors let go of the maps of their rows, so none of
+  these is read so.
 - *Compared.* Before a read, each row, slot and record number is compared with the length of the array that it is of:
   records may be forged, and a shard that was made anew may be smaller.
 - *Fork.* A child has the same maps at the same addresses, and its own objects that refer to them.
@@ -168,11 +169,8 @@ class Reach:
 
     def changed(self) -> list[int]:
         """The places of the folders in which something has changed since the tables were read."""
-        if self._mirrored:
-            now = np.array([storage.changes for storage in self.storages], np.uint64)
-        else:
-            now = self._changes_at(self._state.begin)
-        return np.flatnonzero(now != self.changes).tolist()
+        places: list[int] = np.flatnonzero(self._changes_at(self._state.begin) != self.changes).tolist()
+        return places
 
     @staticmethod
     def _changes_at(begin: IntArray) -> Words:

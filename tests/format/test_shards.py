@@ -22,8 +22,10 @@ from memmap_buffer import (
     SchemaError,
     SchemaMismatchError,
     StaleEpisodeError,
+    WriterLostError,
 )
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.priority.priorities import Priorities
 
 STEPS = {"timestep_level": True, "return_indices": True}
 SIZES = {"max_episodes": 20, "max_timesteps": 4, "fields": {"x": "int"}, "meta_fields": {"task": ("int", (), 0)}}
@@ -238,6 +240,30 @@ class TestPriorities:
         assert root.update_priorities(indices, torch.ones(8)) == 4
         with pytest.raises(SchemaError, match="got folder 9, expected one from 0 to 3"):
             root.update_priorities(torch.tensor([[9, 0, 0]]), torch.ones(1))
+
+    @pytest.mark.parametrize("stored", [False, True])
+    def test_the_priorities_of_shards_keep_no_file_open(self, tmp_path, stored):
+        """There may be more shards than files that a process may have open."""
+        for number in range(5):
+            path = shard(tmp_path, number, *range(4))
+            with ReplayBuffer.from_folder(path) as buffer:
+                if stored:
+                    buffer.sample(8, prioritized=True, timestep_level=True)
+        root, before = ConcatBuffer.from_root(tmp_path), len(os.listdir("/dev/fd"))
+        indices = root.sample(8, prioritized=True, timestep_level=True)["_indices"]
+        root.update_priorities(indices, torch.ones(8))
+        root.sample(8, prioritized=Prioritized(alpha=0.3), window_length=1)
+        assert len(os.listdir("/dev/fd")) == before
+
+    def test_priorities_in_memory_that_are_made_anew_are_not_those_of_a_shard_that_took_the_place(self, tmp_path):
+        shard(tmp_path, 0, *range(4))
+        storage = Storage.open(tmp_path / "shard-00000", read_only=True)
+        priorities = Priorities.open(storage, "default")
+        priorities.follow()
+        shutil.rmtree(tmp_path / "shard-00000")
+        shard(tmp_path, 0, *range(4))
+        with pytest.raises(WriterLostError, match="was moved, removed or overwritten"):
+            priorities.mend()
 
 
 class TestNumbers:
