@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import resource
@@ -178,7 +179,7 @@ class Folder:
 
     def map(self, name: str, header: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """The array of a file, mapped read-only, as a plain ndarray."""
-        count = int(np.prod(shape, dtype=object))
+        count = math.prod(shape)
         size = len(header) + count * dtype.itemsize
         try:
             with closing(self._checked(name, os.O_RDONLY, header, size)) as fd:
@@ -381,7 +382,7 @@ class Folder:
     def _lstat(self, name: str) -> os.stat_result:
         descriptor = self._descriptor
         if descriptor is None:
-            return os.lstat(self._place / name)
+            return os.lstat(f"{self._place}/{name}")  # a path takes as long to make as the look
         return os.stat(name, dir_fd=descriptor.fd, follow_symlinks=False)
 
     def exists(self, name: str) -> bool:

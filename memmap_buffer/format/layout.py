@@ -5,11 +5,13 @@ The text may come from a stranger: it is parsed strictly, and bounded before any
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -19,7 +21,7 @@ import numpy as np
 from memmap_buffer.cached import cached_property
 from memmap_buffer.codecs import codec_from_json, codec_to_json
 from memmap_buffer.dtypes import check_count, is_dtype_name
-from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
+from memmap_buffer.errors import CorruptBufferError, MemmapBufferError, NotABufferError, SchemaError
 from memmap_buffer.format.records import RECORD, STATE
 from memmap_buffer.format.syscalls import npy_header, random_bytes
 from memmap_buffer.schema import ENDS, MAX_DIMENSIONS, MAX_FIELDS, Field, Schema
@@ -41,6 +43,8 @@ _SIZES = ("max_episodes", "max_timesteps", "spare_slots", "circular", "capacity"
 _KEYS = ("format", "version", "id", "layout", *_SIZES, "fields", "meta_fields")
 _BYTE = np.dtype("|u1")
 _ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
+_ID_IN_TEXT = re.compile(rb'"id": "(%b)"' % _ID.pattern.encode())  # a key of text elsewhere is refused
+NO_ID = "0" * 2 * ID_BYTES
 _ENDS = dict(zip(ENDS, ENDS, strict=True))  # how episodes end where the schema does not say it
 _LEFT_OUT = {"ends": _ENDS, "skips_resets": False}  # keys that are written only where they say something else
 _FIELD_KEYS = ("dtype", "shape", "default", "final", "column")
@@ -345,11 +349,20 @@ class Layout:
         Raises:
             NotABufferError: another format. SchemaError: an unknown version, key, dtype or name, a size out of bounds.
         """
+        if (id := _ID_IN_TEXT.search(data)) is not None:
+            with suppress(MemmapBufferError):  # which is raised below, with where it is
+                return _like(data[: id.start(1)], data[id.end(1) :]).of_id(id[1].decode())
         document = _parse(data, where)
         try:
             return _layout(document)
         except SchemaError as error:
             raise type(error)(f"{where}: {error}", path=where) from None
+
+    def of_id(self, id: str) -> Layout:
+        """This layout of another buffer: what follows from it is found once for all shards of a root."""
+        other = copy.copy(self)
+        object.__setattr__(other, "id", id)
+        return other
 
     def keeps(self, other: Layout) -> bool:
         """Whether each field of another layout is in this one as it was: what is open by it may be read on."""
@@ -444,6 +457,12 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise NotABufferError(f"{where} does not describe a {FORMAT}; another program wrote it", path=where)
     return document
+
+
+@lru_cache(KNOWN_SCHEMAS)
+def _like(before: bytes, after: bytes) -> Layout:
+    """The layout of a text but for its id, which stands between the two."""
+    return _layout(_parse(before + NO_ID.encode() + after, ""))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class Shards:
         try:
             if key is not None and self._keys.get(number) == key:
                 return self.storages[number], key
-            return Storage.open(folder.path, read_only=True), key
+            return Storage.open(folder, read_only=True), key
         except (MemmapBufferError, FileNotFoundError) as error:
             if not folder.exists("schema.json"):
                 return BEING_MADE, None

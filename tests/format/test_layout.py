@@ -77,6 +77,24 @@ def test_any_schema_survives_json(spec: tuple[Any, ...], final: bool, sizes: tup
     np.testing.assert_array_equal(again.schema.fields["a"].fill, field.fill)
 
 
+def test_what_follows_from_a_text_is_shared_by_buffers_that_differ_in_their_id() -> None:
+    one, other = (Layout(Schema({"x": "int"}), 3, 5) for _ in range(2))
+    read, again = (Layout.from_json(layout.to_json(), "") for layout in (one, other))
+    assert (read.to_json(), again.to_json()) == (one.to_json(), other.to_json())
+    assert read.arrays is again.arrays
+    assert Layout.from_json(Layout(Schema({"x": "int"}), 4, 5).to_json(), "").arrays["x"].shape == (5, 5)
+
+
+def test_an_id_that_stands_twice_or_elsewhere_is_refused_though_the_rest_was_read_before() -> None:
+    layout = Layout(Schema({"x": "int"}), 3, 5)
+    text, line = layout.to_json(), f'"id": "{layout.id}"'.encode()
+    assert Layout.from_json(text, "").to_json() == text
+    for wrong in (text.replace(line, line + b", " + line), text.replace(line, b'"x": {' + line + b"}")):
+        with pytest.raises((SchemaError, CorruptBufferError), match=r"a key stands twice|are unknown or missing"):
+            Layout.from_json(wrong, "schema.json")
+        assert Layout.from_json(text, "").to_json() == text
+
+
 def test_the_files_of_a_grid_have_one_row_a_slot() -> None:
     assert {key: (array.name, array.shape) for key, array in GRID.arrays.items()} == {
         "/episodes": ("episodes.npy", (6,)),
