@@ -9,6 +9,7 @@ import base64
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -24,8 +25,11 @@ from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import Shuffle
 from memmap_buffer.views.folders import Folders
 
+_NUMBER = attrgetter("number")
 NONE: IntArray = np.empty((0, 2), np.int64)
 MANY_RANGES = 1000  # from here on they are told packed
+MANY_FOLDERS = 16  # of one range each: more are told packed
+ID_BYTES = 8  # of the id of each of these: enough to tell it from any other
 OTHER = 255  # in the place of a number that is not less
 
 
@@ -137,7 +141,7 @@ class FolderSnapshot:
 
     Args:
         number: of the folder.
-        id: of the buffer; "" where there is none under its number.
+        id: of the buffer, or the begin of it; "" where there is none under its number.
         episodes: (n, 2) first and last serials, ascending; more than one pair where episodes were deleted in between.
         partial: (serial, first step, stop, flags) of episodes that were still being appended to, or that a ring had
             trimmed.
@@ -168,13 +172,22 @@ class FolderSnapshot:
         """The snapshot as lists, whole numbers and text."""
         return {**vars(self), "episodes": _state_of(self.episodes), "partial": [*map(list, self.partial)]}
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one range of whole episodes."""
+        return len(self.id) >= 2 * ID_BYTES and len(self.episodes) == 1 and not self.partial
+
+    def is_of(self, id: str) -> bool:
+        """Whether it is of the buffer of this id."""
+        return id.startswith(self.id) and bool(id) == bool(self.id)
+
     def of_later(self, id: str, table: EpisodeTable) -> EpisodeTable:
         """A later table of the folder with these episodes alone, and the steps that they had.
 
         Args:
             id: of the buffer that the table is of; in the place of a shard another may stand.
         """
-        if id != self.id:
+        if not self.is_of(id):
             return replace(table, visible=table.visible[:0])
         bounds = np.add(self.episodes, (0, 1)).ravel()
         inside = np.searchsorted(bounds, table.serial[table.visible], side="right") % 2 == 1
@@ -214,12 +227,17 @@ class EpochSnapshot:
 
     def state(self) -> dict[str, Any]:
         """The snapshot as lists and whole numbers, as JSON and a checkpoint of torch hold them."""
-        return {"folders": [folder.state() for folder in self.folders], "digest": self.digest}
+        plain = [folder for folder in self.folders if folder.is_plain]
+        if len(plain) <= MANY_FOLDERS:
+            return {"folders": [folder.state() for folder in self.folders], "digest": self.digest}
+        others = [folder.state() for folder in self.folders if not folder.is_plain]
+        return {"folders": others, "plain": _state_of_plain(plain), "digest": self.digest}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> EpochSnapshot:
         """The snapshot that `state` told of. Raises TypeError, ValueError or KeyError for anything else."""
-        return cls(tuple(map(_folder_snapshot, state["folders"])), int(state["digest"]))
+        folders = [*map(_folder_snapshot, state["folders"]), *_plain_folders(state.get("plain", ""))]
+        return cls(tuple(sorted(folders, key=_NUMBER)), int(state["digest"]))
 
     def index(self, selection: Selection, folders: Folders, on_stale: str) -> Index:
         """The index of the epoch, made again of the tables as they are now.
@@ -242,7 +260,7 @@ class EpochSnapshot:
         if folders.shards is None and list(by_number) != numbers:
             raise SchemaError(f"the epoch is of {len(by_number)} folders, this reads {len(now)}")
         for snapshot, id in zip(self.folders, ids, strict=False) if folders.shards is None else ():
-            if snapshot.id != id:
+            if not snapshot.is_of(id):
                 raise SchemaError(
                     f"{folders.storages[snapshot.number].path}: this buffer has the id {id}, the epoch is of "
                     f"{snapshot.id}; read the folder that it was begun on, or a copy of it, or begin a new epoch"
@@ -350,7 +368,38 @@ def _folder_snapshot(state: Mapping[str, Any]) -> FolderSnapshot:
     number = int(state["number"])
     if not 0 <= number < MAX_SHARDS:
         raise ValueError(f"number: got {number}, expected 0 to {MAX_SHARDS - 1}")
-    return FolderSnapshot(number, str(state["id"]), episodes, partial, int(state["items"]))
+    id = str(state["id"])
+    if id.strip("0123456789abcdef"):
+        raise ValueError(f"id: got {id!r}, expected hexadecimal digits")
+    return FolderSnapshot(number, id, episodes, partial, int(state["items"]))
+
+
+def _state_of_plain(folders: Sequence[FolderSnapshot]) -> str:
+    """Many folders of one range each as text: what they have in common takes nothing, the rest of each some 12 bytes."""
+    columns = np.array([(folder.number, *folder.episodes[0], folder.items) for folder in folders], "<i8").T.copy()
+    columns[0] = np.diff(columns[0], prepend=0)
+    columns[2] -= columns[1]
+    ids = bytes.fromhex("".join(folder.id[: 2 * ID_BYTES] for folder in folders))
+    return _packed(len(folders), columns.tobytes() + ids)
+
+
+def _plain_folders(text: str) -> list[FolderSnapshot]:
+    """The folders that `_state_of_plain` told of. Raises TypeError or ValueError for anything else."""
+    if not text:
+        return []
+    count, data = _unpacked(text, 4 * 8 + ID_BYTES)
+    if len(data) != count * (4 * 8 + ID_BYTES):
+        raise ValueError(f"plain: got {text[:40]!r}…, which is cut short")
+    columns, ids = np.frombuffer(data[: 4 * 8 * count], "<i8").reshape(4, count).copy(), data[4 * 8 * count :].hex()
+    columns[0], columns[2] = np.cumsum(columns[0]), columns[2] + columns[1]
+    size = 2 * ID_BYTES
+    return [
+        _folder_snapshot(
+            {"number": number, "id": ids[size * i : size * (i + 1)], "episodes": [[first, last]], "partial": ()}
+            | {"items": items}
+        )
+        for i, (number, first, last, items) in enumerate(columns.T.tolist())
+    ]
 
 
 def _state_of(episodes: IntArray) -> list[list[int]] | str:
@@ -364,8 +413,25 @@ def _state_of(episodes: IntArray) -> list[list[int]] | str:
     apart = np.diff(episodes.ravel(), prepend=0)
     small = np.minimum(apart, OTHER)
     large = apart[small == OTHER]  # the rest, so that a long one makes the others no longer
-    packed = zlib.compress(small.astype(np.uint8).tobytes() + large.astype("<i8").tobytes(), 6)
-    return f"{len(episodes)}:{base64.b64encode(packed).decode()}"
+    return _packed(len(episodes), small.astype(np.uint8).tobytes() + large.astype("<i8").tobytes())
+
+
+def _packed(count: int, data: bytes) -> str:
+    """The bytes of so many things as text."""
+    return f"{count}:{base64.b64encode(zlib.compress(data, 6)).decode()}"
+
+
+def _unpacked(text: str, most: int) -> tuple[int, bytes]:
+    """How many things `_packed` gave, and their bytes, at most so many of each. Raises ValueError for anything else."""
+    count, packed = text.split(":")
+    unpacked = zlib.decompressobj()
+    try:
+        data = unpacked.decompress(base64.b64decode(packed, validate=True), max(1, most * int(count)))
+    except zlib.error as error:
+        raise ValueError(f"got {text[:40]!r}…, which is not packed as a state packs it") from error
+    if not unpacked.eof:
+        raise ValueError(f"got {text[:40]!r}…, which is cut short")
+    return int(count), data
 
 
 def _ranges(state: Any) -> IntArray:
@@ -373,16 +439,10 @@ def _ranges(state: Any) -> IntArray:
     if not isinstance(state, str):
         pairs = np.array([(int(first), int(last)) for first, last in state], np.int64).reshape(-1, 2)
     else:
-        count, text = state.split(":")
-        size, limit = 2 * int(count), 18 * int(count)
-        unpacked = zlib.decompressobj()
-        try:
-            data = unpacked.decompress(base64.b64decode(text, validate=True), limit)
-        except zlib.error as error:
-            raise ValueError(f"episodes: got {text[:40]!r}…, which is not packed as a state packs it") from error
-        small = np.frombuffer(data[:size], np.uint8).astype(np.int64)
-        large = np.frombuffer(data[size:], "<i8")
-        if not unpacked.eof or len(small) != size or np.count_nonzero(small == OTHER) != len(large):
+        count, data = _unpacked(state, 18)
+        small = np.frombuffer(data[: 2 * count], np.uint8).astype(np.int64)
+        large = np.frombuffer(data[2 * count :], "<i8")
+        if len(small) != 2 * count or np.count_nonzero(small == OTHER) != len(large):
             raise ValueError(f"episodes: got {state[:40]!r}…, which is cut short")
         small[small == OTHER] = large
         pairs = np.cumsum(small).reshape(-1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -331,6 +332,46 @@ class TestNumbers:
             bad = {**state, "folders": [{**state["folders"][0], "number": number}]}
             with pytest.raises(SchemaError, match=f"number: got {number}, expected 0 to 99999"):
                 other.load_state_dict(bad)
+
+    def test_the_state_of_an_epoch_of_many_shards_tells_little_of_each(self, tmp_path):
+        for number in range(40):
+            shard(tmp_path, 3 * number, *range(number, number + 4))
+        for number, gone in ((30, 1), (33, 0)):
+            with ReplayBuffer.from_folder(tmp_path / f"shard-{number:05}") as buffer:
+                buffer.delete([gone])
+        loader = ConcatBuffer.from_root(tmp_path).dataloader(7, shuffle=True, seed=1, **STEPS)
+        batches = iter(loader)
+        seen = rows(next(batches))
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert [folder["number"] for folder in state["folders"]] == [30]
+        assert len(state["plain"]) < 39 * 16
+        expected = [row for batch in batches for row in rows(batch)]
+        shutil.rmtree(tmp_path / "shard-00099")
+        shard(tmp_path, 99, *range(4))
+        append(tmp_path, 0, 77)
+        shard(tmp_path, 1, 88)
+        for again in range(2):
+            resumed = ConcatBuffer.from_root(tmp_path).dataloader(7, shuffle=True, **STEPS)
+            with pytest.raises(StaleEpisodeError, match="shard-00099"):
+                resumed.load_state_dict(state)
+            resumed.load_state_dict(state, on_stale="redraw")
+            if not again:
+                state = json.loads(json.dumps(resumed.state_dict()))
+        got = [row for batch in resumed for row in rows(batch)]
+        assert [row for row in got if row[0] != 99][:20] == [row for row in expected if row[0] != 99][:20]
+        assert not {row[:3] for row in seen} & {row[:3] for row in got if row[0] != 99 and row in expected}
+        assert not {0: 77, 1: 88}.items() & {(row[0], row[3]) for row in got}
+
+    @pytest.mark.parametrize("wrong", [3, "x", "2:AAAA", "99999999:eJwDAAAAAAE=", "1:eJwDAAAAAAE="], ids=str)
+    def test_what_is_no_state_of_many_shards_is_refused(self, tmp_path, wrong):
+        for number in range(20):
+            shard(tmp_path, number, 1)
+        loader = ConcatBuffer.from_root(tmp_path).dataloader(7, shuffle=True, seed=1, **STEPS)
+        next(iter(loader))
+        state = loader.state_dict()
+        for text in (wrong, state["plain"][:-8]):
+            with pytest.raises(SchemaError, match="expected what state_dict gave"):
+                loader.load_state_dict({**state, "plain": text})
 
     def test_the_next_shard_after_the_last_number_is_one_that_is_left(self, tmp_path):
         for number in (0, 99_999):
