@@ -309,8 +309,8 @@ class Editing:
         positions, single = positions_of(indices, len(table.whole))
         slots = table.whole[positions]
         self._writer.begin()
-        serials = table.serial[slots]
-        gone = serials[~self._storage.refresh().shows(slots, serials)].tolist()
+        serials, now = table.serial[slots], self._storage.refresh()
+        gone = [] if now is table else serials[~now.shows(slots, serials)].tolist()
         if gone:
             raise StaleEpisodeError(
                 f"{self._storage.path}: episodes {gone[:5]} fail their checksums, or another writer removed them; look "

@@ -139,7 +139,7 @@ class WriteHandles:
             counters[_NEXT] = following
         counters[_CHANGES] = (changes + count) % 2**64
 
-    def announce(self, following: int, slots: Sequence[int] = (EVERY_SLOT,)) -> None:
+    def announce(self, following: int, slots: Sequence[int] | IntArray = (EVERY_SLOT,)) -> None:
         """Raise the next serial and tell readers. Should it fail, `catch_up` makes up for it: the episode stands."""
         self._following, self.behind = max(self._following, following), True
         self.changed(slots, self._following)

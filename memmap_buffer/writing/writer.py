@@ -36,6 +36,7 @@ from memmap_buffer.writing.rounds import MappedFiles, Round
 from memmap_buffer.writing.slots import SlotAllocator
 from memmap_buffer.writing.validation import Whole
 
+TOLD = 16  # deleted slots that readers are told of by name, so that they look at no other
 T = TypeVar("T")
 _slot_of, _writer_of = attrgetter("slot"), attrgetter("writer")
 
@@ -850,6 +851,8 @@ class Writer:
             for part in files.raise_flag(slots, DELETED):
                 self._slots.hide_all(part)
             files.barriers("/episodes")
+            if len(slots) <= TOLD:
+                files.announce(0, slots)
         finally:
             files.catch_up()
 

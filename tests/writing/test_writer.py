@@ -283,6 +283,24 @@ def test_to_delete_many_episodes_takes_as_many_reads_and_writes_as_to_delete_one
     assert costs[0] == costs[1]
 
 
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_readers_of_one_deleted_episode_look_at_no_other(tmp_path, monkeypatch, durability):
+    looked, columns_of = [], journal.columns_of
+    with make(tmp_path, 40, durability=durability) as buffer:
+        for value in range(40):
+            buffer.store_episode(**whole(value))
+        reader = ReplayBuffer.from_folder(tmp_path, read_only=True)
+        buffer.delete(3)
+        assert len(buffer) == len(reader) == 39
+        monkeypatch.setattr(journal, "columns_of", lambda *a: looked.append(len(a[0])) or columns_of(*a))
+        monkeypatch.setattr(journal, "changed_records", lambda *a: pytest.fail("every record was compared"))
+        buffer.delete(-1)
+        buffer.delete([0, 20])
+        kept = [value for value in range(39) if value not in (0, 3, 21)]
+        assert ys(buffer) == ys(reader) == [[value] * 2 for value in kept]
+        assert max(looked) == 3
+
+
 def test_what_lies_between_deleted_episodes_stays_as_it_is(tmp_path):
     """Also beyond the records that are written together."""
     with make(tmp_path, 3000) as buffer:
