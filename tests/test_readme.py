@@ -6,7 +6,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from pages import FENCE, run_blocks
+from pages import FENCE, blocks_of, run_alone, run_blocks
 
 import memmap_buffer
 from memmap_buffer import ConcatBuffer, ReplayBuffer, compat
@@ -21,6 +21,11 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in OWN),
 ]
+GO_ON = {  # sections of one program each: (page, number of the block)
+    ("trainers.md", 3),  # slices, of the environment of the block before
+    ("trainers.md", 7),  # Lightning, of the folder that LeRobot's block has written
+}
+WITH_NAMES = {"scale.md", "shards.md", "trainers.md"}  # whose links are called by names of pages
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -41,14 +46,36 @@ def test_no_bullet_stands_twice_in_a_section(page):
 @pytest.mark.filterwarnings("ignore:.*(does not have many workers|fewer than the logging interval):UserWarning")
 def test_every_block_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run_blocks(page).count == page.read_text().count("```python\n")
+    assert run_blocks(page).count == len(re.findall("^```python", page.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [(page, number) for page in PAGES for number in range(len(blocks_of(page))) if (page.name, number) not in GO_ON],
+    ids=lambda value: value if isinstance(value, int) else str(value.relative_to(ROOT)),
+)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+def test_every_block_runs_alone_after_the_set_ups_above_it(page, number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_alone(page, number)
+
+
+def test_a_block_that_needs_another_one_does_not_run_alone(tmp_path):
+    page = tmp_path / "page.md"
+    blocks = ('```python title="Set-up: x"\nx = 1\n```', "```python\ny = x\n```", "```python\nz = y\n```")
+    page.write_text("\n\n".join(blocks))
+    assert run_blocks(page).names["z"] == 1
+    run_alone(page, 1)
+    with pytest.raises(NameError, match="'y' is not defined"):
+        run_alone(page, 2)
 
 
 def test_the_recording_page_prints_the_errors_that_it_announces(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = ROOT / "docs" / "recording.md"
     run_blocks(page)
-    block = next(found[1] for found in FENCE.finditer(page.read_text()) if "for wrong in" in found[1])
+    block = next(found["code"] for found in FENCE.finditer(page.read_text()) if "for wrong in" in found["code"])
     announced = re.findall(r"^ +(?:right|\{).*,  # (.*)$", block, re.MULTILINE)
     printed = [line for line in capsys.readouterr().out.splitlines() if "timestep 0" in line]
     assert len(announced) == len(printed) == 4
@@ -161,6 +188,24 @@ def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text()
     linked = re.findall(r"^\| \[[^]]*\]\(([a-z0-9-]+\.md)\)", index, re.MULTILINE)
     assert sorted(linked) == sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
+
+
+def test_the_index_calls_each_page_by_its_title():
+    index = (ROOT / "docs" / "README.md").read_text()
+    for text, name in re.findall(r"^\| \[([^]]*)\]\(([a-z0-9-]+\.md)\)", index, re.MULTILINE):
+        assert (ROOT / "docs" / name).read_text().startswith(f"# {text}\n"), name
+
+
+@every_page
+def test_a_link_is_not_called_by_the_name_of_a_page(page):
+    if page.name not in WITH_NAMES:
+        assert re.findall(r"\[((?:docs/)?[a-z0-9-]+\.md)\]", page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("[a-z]*.md")), ids=lambda page: page.name)
+def test_each_page_begins_with_what_the_reader_will_have(page):
+    begin = page.read_text().split("\n\n")[1]
+    assert re.match(r"(This page is for .*\. )?At (the|its) end (of this page )?", begin), begin
 
 
 def anchors(page):

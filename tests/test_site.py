@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -49,6 +50,45 @@ def test_every_exported_name_has_its_docstring_on_the_site(site: Path) -> None:
     pages = [path.read_text() for path in (site / "api").glob("*.html")]
     shown = {name for page in pages for name in re.findall(r'id="memmap_buffer\.(\w+)"', page)}
     assert shown == set(memmap_buffer.__all__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("quickstart", "quickstart.html"),
+        ("getting started", "quickstart.html"),
+        ("jupyter", "quickstart.html"),
+        ("relabel rewards", "recording.html"),
+        ("relabel goals", "which-call.html"),
+        ("faq", "faq.html"),
+        ("glossary", "glossary.html"),
+        ("import and export", "interop.html"),
+        ("same_step", "gymnasium.html"),
+        ("float64", "gymnasium.html"),
+        ("checkpoint", "checkpoint.html"),
+    ],
+)
+def test_the_words_of_a_newcomer_find_a_page(site: Path, words: str, page: str) -> None:
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    found = {
+        each["location"].partition("#")[0] for each in entries if words in f"{each['title']} {each['text']}".lower()
+    }
+    assert page in found
+
+
+@pytest.mark.slow
+def test_the_pages_are_grouped_by_task(site: Path) -> None:
+    bar = (site / "index.html").read_text().partition("md-tabs__list")[2].partition("</nav>")[0]
+    groups = [" ".join(text.split()) for text in re.findall(r"md-tabs__link[^>]*>([^<]*)<", bar)]
+    assert groups == ["Home", "Start", "Record", "Train", "Look", "Share", "Operate", "Reference"]
+
+
+@pytest.mark.slow
+def test_set_ups_of_blocks_are_folded_away_and_shown_on_demand(site: Path) -> None:
+    page = (site / "views.html").read_text()
+    folded = page.partition("<details>")[2].partition("</details>")[0]
+    assert "<summary>Set-up" in folded and "store_episode" in folded
 
 
 @pytest.mark.slow

@@ -110,21 +110,18 @@ def link(target: str, source: str, place: str) -> str:
 
 
 def navigation() -> list[Any]:
-    """The pages by group, as the tables of docs/README.md list them."""
-    groups_of_pages: list[Any] = [{"Home": "index.md"}]
+    """The pages by task, as the tables of docs/README.md list them."""
+    by_task: dict[str, list[Any]] = {}
     for table in re.split(r"^\| (?=\w+ \| \|$)", (ROOT / "docs" / "README.md").read_text(), flags=re.MULTILINE)[1:]:
         listed = [pages()[f"docs/{name}"] for name in re.findall(r"^\| \[[^]]*\]\(([^)]+)\)", table, re.MULTILINE)]
-        groups_of_pages.append({table.split(" ")[0].capitalize(): listed})
+        by_task[table.split(" ")[0].capitalize()] = listed
+    listings = [{path.name: f"examples/{path.stem}.md"} for path in programs()]
     generated = [{title: place_of(title)} for title in groups()]
     names = [*generated, {"Libraries of others": "api/interop.md"}, {"Files": "api/format.md"}]
     project = ["pages.md", *(pages()[f"{name}.md"] for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY"))]
-    listings = [{path.name: f"examples/{path.stem}.md"} for path in programs()]
-    return [
-        *groups_of_pages,
-        {"Docstrings": names},
-        {"Programs": ["examples/index.md", *listings]},
-        {"Project": project},
-    ]
+    by_task["Start"].append({"Programs": ["examples/index.md", *listings]})
+    by_task["Reference"] += [{"Docstrings": names}, {"Project": project}]
+    return [{"Home": "index.md"}, *({task: listed} for task, listed in by_task.items())]
 
 
 # Programs and notebooks

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import re
 import runpy
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import blocks_alone, blocks_of
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -491,13 +491,15 @@ def test_recorders_on_nodes_that_share_nothing_publish_to_one_root(lacking, tmp_
 # The page
 
 
-def test_the_blocks_of_the_page_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [None, 1, 2])
+def test_the_blocks_of_the_page_run(number, tmp_path, monkeypatch):
+    """All blocks in order, and each alone behind the set-up."""
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).resolve().parents[2] / "docs" / "ray.md"
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    Path("page.py").write_text("\n".join(blocks))
+    assert len(blocks_of(page)) == 3
+    blocks = blocks_of(page) if number is None else blocks_alone(page, number)
+    Path("page.py").write_text("\n".join(block["code"] for block in blocks))
     runpy.run_path("page.py")
-    assert len(blocks) == 3
 
 
 # Kills

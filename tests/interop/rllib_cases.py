@@ -1,6 +1,5 @@
 """What `test_rllib.py` runs in a process of its own, against the real RLlib on two CPUs."""
 
-import re
 import runpy
 import shutil
 import warnings
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from pages import blocks_alone, blocks_of
 
 from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError
 from memmap_buffer.environments import encode_space, schema_of
@@ -255,10 +255,12 @@ def test_several_folders_are_one_set_whose_episodes_have_ids_of_their_own(folder
 # The page
 
 
-def test_the_blocks_of_the_page_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [None, 1])
+def test_the_blocks_of_the_page_run(number, tmp_path, monkeypatch):
+    """All blocks in order, and each alone behind the set-up."""
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).resolve().parents[2] / "docs" / "rllib.md"
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    Path("page.py").write_text("\n".join(blocks))
+    assert len(blocks_of(page)) == 2
+    blocks = blocks_of(page) if number is None else blocks_alone(page, number)
+    Path("page.py").write_text("\n".join(block["code"] for block in blocks))
     runpy.run_path("page.py")
-    assert len(blocks) == 2

@@ -11,7 +11,7 @@ from typing import Any
 import d3rlpy_peer
 import numpy as np
 import pytest
-from pages import run_blocks
+from pages import run_alone, run_blocks
 
 from memmap_buffer import ConcatBuffer, Field, NotEnoughDataError, ReplayBuffer
 from memmap_buffer.compat import set_valid
@@ -258,4 +258,8 @@ def test_algorithms_learn_the_same_from_the_folder(tmp_path: Path, name: str) ->
 @needs_d3rlpy
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_blocks(Path(__file__).resolve().parents[2] / "docs" / "d3rlpy.md").count == 2
+    page = Path(__file__).resolve().parents[2] / "docs" / "d3rlpy.md"
+    assert run_blocks(page).count == 2
+    (tmp_path / "alone").mkdir()
+    monkeypatch.chdir(tmp_path / "alone")
+    run_alone(page, 1)

@@ -1,19 +1,41 @@
-"""The Python blocks of a page of the documentation."""
+"""The Python blocks of a page of the documentation.
+
+A block whose fence has a title that begins with "Set-up" is what the blocks below it need: they run after it.
+"""
 
 import re
 from types import SimpleNamespace
 
-FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-GOES_ON = re.compile(r"run after the first one of \[[^]]*\]\(([^)]+)\)")
+FENCE = re.compile(r'^```python(?P<set_up> title="Set-up[^"]*")?\n(?P<code>.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
-def run_blocks(page, namespace=None, most=None):
-    """Run a page's blocks in order, in one namespace; a traceback tells the line of the page."""
-    text, namespace = page.read_text(), namespace or {"__name__": "__main__"}
-    for other in GOES_ON.findall(text):
-        run_blocks(page.parent / other, namespace, most=1)
-    blocks = list(FENCE.finditer(text))[:most]
+def blocks_of(page):
+    return list(FENCE.finditer(page.read_text()))
+
+
+def run_blocks(page, namespace=None):
+    """Run a page's blocks in order, in one namespace."""
+    namespace = namespace or {"__name__": "__main__"}
+    blocks = blocks_of(page)
     for block in blocks:
-        lines_before = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * lines_before + block[1], page, "exec"), namespace)
+        run(page, block, namespace)
     return SimpleNamespace(count=len(blocks), names=namespace)
+
+
+def blocks_alone(page, number):
+    """A block of a page behind the set-ups above it."""
+    *above, block = blocks_of(page)[: number + 1]
+    return [*(set_up for set_up in above if set_up["set_up"]), block]
+
+
+def run_alone(page, number):
+    """Run one block of a page after the set-ups above it, and after nothing else."""
+    namespace = {"__name__": "__main__"}
+    for block in blocks_alone(page, number):
+        run(page, block, namespace)
+
+
+def run(page, block, namespace):
+    """Run a block; a traceback tells the line of the page."""
+    lines_before = page.read_text().count("\n", 0, block.start("code"))
+    exec(compile("\n" * lines_before + block["code"], page, "exec"), namespace)
