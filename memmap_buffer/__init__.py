@@ -4,23 +4,23 @@ The packages, from the top floor down; imports between them go down this list on
 
     cli           the command `memmap-buffer`
     memmap_replay_buffer  the names of that package, on the public names alone
-    interop       data sets and libraries of others, likewise
+    interop       data sets and libraries of others, on the public names alone
     api           what users call: ReplayBuffer, ConcatBuffer, Collector
     browse        episodes in a browser, by the public methods of a buffer
     maintenance   verify, repair, pack, publish, snapshot, schema changes, statistics
-    remote        published folders at a URL: what is fetched of them, and kept
+    remote        published folders at a URL: which parts are fetched, and which are kept
     loading       samplers, batches, datasets, loaders, workers; torch begins here
     priority      the sum tree on the disk, the priorities of items, importance weights
-    items         which items exist, by filters and splits, and in which order they are given
+    items         which items exist, by filters and splits, and in which order they are drawn
     views         one batch: anchors, folders, views around them, the copy of their rows
-    writing       episodes, the slot that each goes to, the commit, recovery
-    format        the bytes: the specification, system calls, one folder open
+    writing       episodes, the slot of each, the commit, recovery
+    format        the bytes: the specification, system calls, one open folder
 
-Between interop and api: this module and adapters, which hold all that stands above. Above all: compat, functions that
-users of other systems look for. Below them: schema, codecs, dtypes, errors, and nine that know no folder: choices,
-conditions, environments, episode_columns, names, paths, pictures, extras, progress. torch is imported by
-`loading.tensors`, `datasets`, `transport`, `prefetch` and `distributed` alone, which are loaded when tensors or a
-loader are first asked for.
+Between interop and api stand this module and adapters: the packages above know api, and all below it, only through
+these two. Above all stands compat, functions that users of other systems look for. Below all packages stand schema,
+codecs, dtypes, errors, and nine modules that know no folder: choices, conditions, environments, episode_columns, names,
+paths, pictures, extras, progress. Only `loading.tensors`, `datasets`, `transport`, `prefetch` and `distributed` import
+torch; they are loaded when tensors or a loader are first asked for.
 """
 
 import importlib
@@ -149,7 +149,7 @@ __all__ = [
     "verify",
 ]
 
-_LATER = {  # who trains needs none of them, and they take a quarter of the time of the import
+_LATER = {  # loaded on first use: training needs none of them, and they would take a quarter of the import's time
     "Compression": "disk",
     "Disk": "disk",
     "DiskSpeed": "disk",

@@ -1,7 +1,7 @@
 """The tools of an adapter: a module that joins a trainer, a format or an environment to a buffer.
 
-What stands in `memmap_buffer.interop` needs `memmap_buffer` and this module alone, as an adapter elsewhere does;
-docs/adapters.md writes one from the beginning.
+The modules of `memmap_buffer.interop` import `memmap_buffer` and this module alone, and so can an adapter in another
+package; docs/adapters.md builds one step by step.
 
     optional packages   extra
     paths and choices   AnyPath, path_of, is_url, IfExists, Verify, check_choice, check_count
@@ -11,10 +11,11 @@ docs/adapters.md writes one from the beginning.
     episodes            Episode, EpisodeGroup, Readable, progress
     tables of episodes  EpisodeColumns, column_of, matching, tags_of, TAGS, Mark
     data sets           Target, import_episodes, exported_episodes, read_names, write_names, read_extra, write_extra;
-                        LOST: the folder in which `repair` puts what it takes out of a buffer
+                        LOST: the folder into which `repair` moves the files that it takes out of a buffer
     environments        schema_of, spaces_of, names_of, encode_space, decode_space, image_codec, resets_by_a_step
 
-Those of torch, data sets and environments are loaded when they are asked for; the last need the extra `gymnasium`.
+The tools of torch, data sets and environments are loaded on first use; those of environments need the extra
+`gymnasium`.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ __all__ = [
     "write_names",
 ]
 
-_LATER = {  # module -> its names: of an optional package, of tables, or of a module that stands on this one itself
+_LATER = {  # module -> its names; it needs an optional package, serves tables, or imports this module itself
     "environments": {
         "decode_space",
         "encode_space",

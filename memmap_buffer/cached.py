@@ -1,7 +1,7 @@
 """`cached_property` without a lock, as Python has it from 3.12 on.
 
-Before that, one lock for all objects of a class is held while a value is made: a process that another thread forks
-meanwhile waits for it for ever.
+Before 3.12, functools holds one lock for all objects of a class while it computes a value. If another thread forks the
+process at that time, the child waits for that lock for ever.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ if TYPE_CHECKING or sys.version_info >= (3, 12):
     from functools import cached_property
 else:
 
-    class cached_property:  # it stands in for functools.cached_property
-        """A method whose value is kept in the object; where two threads make one at a time, the first one's."""
+    class cached_property:  # has the name of functools.cached_property, which it replaces
+        """A method whose value is kept in the object. Two threads that compute it at once get the first value kept."""
 
         def __init__(self, make: Any) -> None:
             self.func, self.__doc__ = make, make.__doc__

@@ -1,4 +1,4 @@
-"""The choices that options have, as types: an editor completes them, a checker finds what is none of them."""
+"""The values that options accept, as types: an editor completes them, and a type checker rejects any other."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ Normalizer: TypeAlias = Literal["batch", "buffer", None]
 Reduce: TypeAlias = Literal["first", "max", "mean", None]
 System: TypeAlias = Literal["memorax", "reagent", "nnabla-rl"]
 Scaling: TypeAlias = Literal["std", "range", "quantiles"]
-QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # of statistics, where none are named
+QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # the default of statistics
 
 
 def closest(name: object, names: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The names of `names` that `name` is like, at most `count`, the closest first."""
+    """At most `count` of `names` that resemble `name`, the closest first."""
     import difflib
 
     return difflib.get_close_matches(str(name), [*names], count, cutoff)
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """The question after the closest of some names; "" where none is like it."""
+    """The question "did you mean …?" with the closest of `names`; "" if none resembles `name`."""
     return "".join(f"did you mean {close!r}?" for close in closest(name, names))
 
 
 def check_choice(name: str, value: object, choice: Any) -> None:
-    """Raise SchemaError unless `value` is one of a choice, a type of this module."""
+    """Raise SchemaError, which calls the value `name`, unless `value` is one of `choice`, a type of this module."""
     if value not in get_args(choice):
         expected = ", ".join(map(repr, get_args(choice)))
         raise SchemaError(f"{name}: got {value!r}, expected one of {expected}")

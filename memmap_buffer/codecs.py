@@ -1,7 +1,7 @@
 """How the rows of a field are compressed: `Zstd`, lossless, and `Jpeg` for pictures.
 
-A codec turns rows into blobs and back, a row at a time, so that any row is read alone. The list is closed: a schema
-names one of these or is refused. While they work other threads may run.
+A codec encodes each row as a blob of its own, so that any row can be read alone. There are no other codecs: a schema
+that names one is refused. Other threads can run while a codec works.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from memmap_buffer.extras import extra
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
-SEVERAL = 4  # rows that are encoded by one call, while which other threads run; it takes some 10 us more than a row
-MAX_WINDOW = 1 << 23  # memory that a hostile blob may make its decoder take besides; that of level 19 takes none
+SEVERAL = 4  # from so many rows on, one call encodes all, which takes some 10 us more than a call for one row
+MAX_WINDOW = 1 << 23  # bytes: a hostile blob can make its decoder allocate no larger window; level 19 needs no larger
 HEADER = 18  # bytes of the longest header of a Zstandard frame
-_local = threading.local()  # compressors and decompressors: each is one thread's
+_local = threading.local()  # the compressors and decompressors of each thread: two threads must not share one
 
 
 @dataclass(frozen=True)
 class Zstd:
-    """Zstandard: lossless, for any numbers; pictures of few colours become a tenth to a fortieth of their size.
+    """Zstandard: lossless, for numbers of any dtype.
 
-    Needs the extra `zstd`.
+    Pictures of few colours shrink to a tenth … a fortieth of their size. Needs the extra `zstd`.
 
     Args:
-        level: 1 … 19; a higher one takes longer to encode, and no longer to decode.
+        level: 1 … 19. A higher level takes longer to encode, but not to decode.
     """
 
     level: int = 3
@@ -48,18 +48,21 @@ class Zstd:
         object.__setattr__(self, "level", check_count("Zstd: level", self.level, 1, 19))
 
     def require_fits(self, dtype: str, shape: tuple[int, ...]) -> None:
-        """All numbers fit."""
+        """Accept every field: numbers of any dtype and shape fit."""
 
     def load(self) -> None:
         """Raise ImportError where the package is missing."""
         _zstandard()
 
     def encode(self, rows: Array, dictionary: Array | None = None) -> list[bytes]:
-        """The blobs of rows (N, …), each of which can be decoded alone.
+        """Encode each row as a blob that can be decoded alone.
 
         Args:
-            rows: as stored.
-            dictionary: bytes (n,) that `train` made, which it takes to decode them, too.
+            rows: (N, …), as stored.
+            dictionary: (n,) uint8 that `train` made; `decode_into` needs the same one.
+
+        Returns:
+            N blobs.
         """
         key = ("compress", self.level, None if dictionary is None else dictionary.ctypes.data)
         compressor = _kept(key, dictionary, lambda: self._compressor(dictionary))
@@ -71,7 +74,7 @@ class Zstd:
     def _compressor(self, dictionary: Array | None) -> Any:
         content = self._dictionary(dictionary)
         if content is not None:
-            content.precompute_compress(self.level)  # else each call for several rows would do it
+            content.precompute_compress(self.level)  # once here; else each call that encodes several rows would do it
         return _zstandard().ZstdCompressor(
             level=self.level, dict_data=content, write_checksum=False, write_dict_id=False
         )
@@ -84,19 +87,19 @@ class Zstd:
     def decode_into(
         self, blobs: bytes, ends: IntArray, out: Array, places: IntArray, dictionary: Array | None = None
     ) -> None:
-        """Decode blobs, each to where its row belongs.
+        """Decode each blob into its row of `out`.
 
-        Rows that lie one behind the other are decoded by one call, straight into their memory.
+        Blobs whose rows follow each other in `out` are decoded by one call, straight into the memory of these rows.
 
         Args:
-            blobs: one behind the other.
-            ends: (N,) where each of them ends.
+            blobs: N blobs, one after another without a gap.
+            ends: (N,) int64, the end of each blob in `blobs`.
             out: (M, *field), C-contiguous.
-            places: (N,) which row of `out` each of them is.
-            dictionary: of `encode`.
+            places: (N,) int64, the row of `out` into which each blob is decoded.
+            dictionary: the one that `encode` was given.
 
         Raises:
-            ValueError: a blob that is not one of a row of that size. Some of the rows may have been decoded.
+            ValueError: a blob is damaged, or does not decode to the size of a row. Some rows may be written already.
         """
         zstandard, size = _zstandard(), out.itemsize * math.prod(out.shape[1:])
         key = ("decompress", None if dictionary is None else dictionary.ctypes.data)
@@ -119,7 +122,7 @@ class Zstd:
         return _zstandard().ZstdDecompressor(dict_data=self._dictionary(dictionary), max_window_size=MAX_WINDOW)
 
     def _require_sizes(self, blobs: bytes, ends: IntArray, size: int) -> None:
-        """Raise ValueError unless each blob says that it is of so many bytes: most do so as the first one does."""
+        """Raise ValueError unless the header of each blob states `size` bytes. Equal headers are parsed only once."""
         zstandard, begins, data = _zstandard(), np.concatenate([[0], ends[:-1]]), np.frombuffer(blobs, np.uint8)
         length = zstandard.frame_header_size(blobs[:HEADER])
         heads = data.take(begins[:, None] + np.arange(length), mode="clip")
@@ -131,7 +134,7 @@ class Zstd:
                 raise ValueError(f"a blob says that it is of {content_size} bytes, a row has {size}")
 
     def train(self, rows: Array, size: int) -> Array | None:
-        """A dictionary of at most `size` bytes for rows like these (N, …); None where they are too few."""
+        """A dictionary (n,) uint8 of at most `size` bytes for rows like these (N, …); None if they are too few."""
         samples = [row.tobytes() for row in rows]
         try:
             dictionary = _zstandard().train_dictionary(size, samples)
@@ -142,13 +145,13 @@ class Zstd:
 
 @dataclass(frozen=True)
 class Jpeg:
-    """JPEG: lossy, for pictures of cameras, a fifth to a tenth of their size.
+    """JPEG: lossy, for pictures of cameras, which shrink to a fifth … a tenth of their size.
 
     Fields are uint8 of shape (height, width, 3), (height, width, 1) or (height, width). Needs the extra `jpeg`.
 
     Args:
-        quality: 1 … 100.
-        subsampling: of the colours: "444" (none), "422", "420" (half of their rows and columns).
+        quality: 1 … 100; a higher one is closer to the picture, and larger.
+        subsampling: of the colours: "444" keeps all, "422" half of their columns, "420" half of their rows and columns.
     """
 
     quality: int = 95
@@ -175,7 +178,7 @@ class Jpeg:
         _simplejpeg()
 
     def encode(self, rows: Array, dictionary: Array | None = None) -> list[bytes]:
-        """The blobs of rows (N, height, width, …)."""
+        """Encode each picture of `rows` (N, height, width, …) as a blob; `dictionary` has no effect."""
         encode, colours = _simplejpeg().encode_jpeg, _colours(rows.shape[1:])
         subsampling = self.subsampling if colours == "RGB" else "Gray"
         return [
@@ -186,14 +189,14 @@ class Jpeg:
     def decode_into(
         self, blobs: bytes, ends: IntArray, out: Array, places: IntArray, dictionary: Array | None = None
     ) -> None:
-        """Decode blobs, each to where its row belongs; see `Zstd.decode_into`."""
+        """Decode each blob into its row of `out`, see `Zstd.decode_into`; `dictionary` has no effect."""
         data, shape, colours = memoryview(blobs), out.shape[1:], _colours(out.shape[1:])
         header, decode = _simplejpeg().decode_jpeg_header, _simplejpeg().decode_jpeg
         for (begin, end), place in zip(pairwise([0, *ends.tolist()]), places.tolist(), strict=True):
             blob = data[begin:end]
             height, width, *_ = header(blob)
             _require_one_pass(blob)
-            if (height, width) != shape[:2]:  # memory for so much is taken before anything is decoded
+            if (height, width) != shape[:2]:  # before `decode`, which allocates memory for the size that a blob states
                 raise ValueError(f"a blob is a picture of {height} x {width}, a row of {shape[0]} x {shape[1]}")
             decode(blob, colours, buffer=out[place])
 
@@ -203,7 +206,7 @@ CODECS: dict[str, type[Zstd] | type[Jpeg]] = {"zstd": Zstd, "jpeg": Jpeg}
 
 
 def parse_codec(spec: Any) -> Codec | None:
-    """A codec from itself, its name, or None. Raises SchemaError."""
+    """The codec that `spec` gives: a codec itself, its name, or None for none. Raises SchemaError for anything else."""
     if spec is None or isinstance(spec, (Zstd, Jpeg)):
         return spec
     if isinstance(spec, str) and spec in CODECS:
@@ -212,12 +215,12 @@ def parse_codec(spec: Any) -> Codec | None:
 
 
 def codec_to_json(codec: Codec) -> dict[str, Any]:
-    """A codec as it stands in `schema.json`."""
+    """The JSON object of a codec in `schema.json`."""
     return {"name": codec.name, **asdict(codec)}
 
 
 def codec_from_json(spec: Any) -> Codec:
-    """The codec that `schema.json` names. Raises SchemaError for any that is not known."""
+    """The codec of a JSON object in `schema.json`. Raises SchemaError for a name, a key or a value that is unknown."""
     if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or spec["name"] not in CODECS:
         raise SchemaError(f"codec: got {spec!r}, this release knows {', '.join(CODECS)}; install a newer one")
     options = {key: value for key, value in spec.items() if key != "name"}
@@ -235,11 +238,11 @@ def _colours(shape: tuple[int, ...]) -> str:
 
 
 def _require_one_pass(blob: bytes | memoryview) -> None:
-    """Raise ValueError unless a JPEG is baseline: a progressive one may pass over its rows every 12 bytes."""
+    """Raise ValueError unless a JPEG is baseline: a progressive one can cost a pass over all rows for each 12 bytes."""
     at = 2
     while at + 4 <= len(blob) and blob[at] == 0xFF:
         marker = blob[at + 1]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # tables, not the begin of a frame
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # these begin a frame, the three not
             if marker == 0xC0:
                 return
             break
@@ -262,7 +265,7 @@ def _simplejpeg() -> Any:
 
 
 def _kept(key: Any, dictionary: Array | None, make: Callable[[], Any]) -> Any:
-    """The coder that this thread has made for a key before; the dictionary that it is of is kept with it."""
+    """This thread's coder for a key, made on first use. Its dictionary is kept, too: the key has its address."""
     kept: dict[Any, Any] = _local.__dict__.setdefault("kept", {})
     entry = kept.get(key)
     if entry is None:

@@ -1,4 +1,4 @@
-"""What users of other systems look for and `ReplayBuffer` says in other words: functions that take a buffer.
+"""Functions that take a buffer, by names that users of other systems look for; `ReplayBuffer` has other names for them.
 
     memorax               `can_sample`
     functional JAX        `add_and_sample`
@@ -31,13 +31,13 @@ NARROWED = {"float64": "float32"}
 
 
 class StepSpec(NamedTuple):
-    """The form in which `store` takes a field.
+    """The values that `store` takes for a field.
 
     Args:
-        shape: of one timestep.
-        dtype: its name.
-        required: whether it must be given.
-        final: whether an episode has one entry more of it.
+        shape: of one timestep; of a meta field, of its one value an episode.
+        dtype: the name of the dtype.
+        required: whether each step must give the field.
+        final: whether an episode has one more entry of the field than steps.
         meta: whether it is a meta field, one value an episode.
     """
 
@@ -53,8 +53,8 @@ class StorageSpec(NamedTuple):
 
     Args:
         path: its file, which `numpy.load` opens.
-        shape: of the whole array; the first axis is the slots.
-        dtype: as it is stored.
+        shape: of the whole array; the first axis is the slots, in a packed folder all steps for a per-timestep field.
+        dtype: of the array in the file.
         size: of the file, in bytes.
     """
 
@@ -65,12 +65,17 @@ class StorageSpec(NamedTuple):
 
 
 def can_sample(buffer: ReplayBuffer | ConcatBuffer, *, min_steps: int = 1, min_episodes: int = 1) -> bool:
-    """Whether so many timesteps and episodes are visible, or as many as fit; `sample` itself says why it has nothing.
+    """Whether at least so many timesteps and episodes are visible, or the buffer is full.
+
+    A buffer that can be sampled may have no item of a view all the same; the error of `sample` then says why.
 
     Args:
-        buffer: what would be sampled from.
-        min_steps: at least so many timesteps.
-        min_episodes: at least so many episodes.
+        buffer: the buffer to sample from.
+        min_steps: the fewest timesteps.
+        min_episodes: the fewest episodes.
+
+    Raises:
+        SchemaError: a count is no whole number from 0.
     """
     check_count("min_steps", min_steps, 0)
     check_count("min_episodes", min_episodes, 0)
@@ -82,15 +87,16 @@ def can_sample(buffer: ReplayBuffer | ConcatBuffer, *, min_steps: int = 1, min_e
 class DeclaringBuffer:
     """A `ReplayBuffer` that is made by its first `add`, whose step declares the fields.
 
-    `observation`, `action`, `reward` and `terminal` are required, and where `terminal` is true an episode ends. float64
-    is stored as float32. In a dict a list is one of ids, as many as there are at that step, and a pair of lists are ids
-    and their scores: fields of lists, which `ragged=True` reads as they are.
+    `observation`, `action`, `reward` and `terminal` are required; an episode ends where `terminal` is true. float64
+    is stored as float32. Inside a dict, a list is a list of ids (int64) of any length, and a tuple of two lists is a
+    list of ids and a list of their scores (float32). Both become fields of lists, which `ragged=True` reads unpadded.
 
     Args:
-        folder: as for `ReplayBuffer`.
-        options: likewise, all but the fields.
+        folder: of the buffer, see `ReplayBuffer`.
+        options: of `ReplayBuffer`, all but `fields`.
 
-    Attributes: buffer: None before the first `add`.
+    Attributes:
+        buffer: the `ReplayBuffer`; None before the first `add`.
     """
 
     buffer: ReplayBuffer | None = None
@@ -99,10 +105,13 @@ class DeclaringBuffer:
         self._folder, self._options = folder, {"terminated": "terminal", **options}
 
     def add(self, **step: Any) -> None:
-        """`ReplayBuffer.add` of one environment.
+        """Store a timestep of one environment, see `ReplayBuffer.add`; the first call makes the buffer.
+
+        Args:
+            step: name -> value or nested dict.
 
         Raises:
-            SchemaError: the first step lacks a field that is required, or options of the buffer are wrong.
+            SchemaError: the first step lacks a required field, or an option of the buffer is wrong.
             SchemaMismatchError: the folder has a buffer of other fields.
             MemmapBufferError: as `ReplayBuffer.add` raises it.
         """
@@ -115,7 +124,7 @@ class DeclaringBuffer:
 
     @classmethod
     def _fields_of(cls, step: Mapping[str, Any], group: str = "") -> dict[str, Any]:
-        """The declaration of the fields of a step, by dotted names; `group` and a dot stand before those in a dict."""
+        """The declarations of a step's fields by dotted name. `group`: the prefix of the names, which ends in a dot."""
         fields: dict[str, Any] = {}
         for key, value in step.items():
             name = f"{group}{key}"
@@ -133,7 +142,7 @@ class DeclaringBuffer:
         return fields
 
     def close(self) -> None:
-        """As `ReplayBuffer.close`; twice is fine, and without a buffer."""
+        """Close the buffer, if there is one, see `ReplayBuffer.close`; closing twice is fine."""
         if self.buffer is not None:
             self.buffer.close()
 
@@ -145,17 +154,18 @@ class DeclaringBuffer:
 
 
 def add_count(buffer: ReplayBuffer) -> int:
-    """How many timesteps `add` and `extend` stored by this object, those that are gone included.
+    """How many timesteps `add` and `extend` of this object stored, including timesteps that are overwritten by now.
 
-    ReAgent counts blanks between episodes, too, which are none here.
+    ReAgent also counts blank timesteps between episodes; a buffer here has none.
     """
     return buffer.num_added
 
 
 def cursor(buffer: ReplayBuffer) -> int:
-    """`add_count` modulo the capacity, from 0 on: where ReAgent would store the next step.
+    """`add_count` modulo the capacity: the position, from 0, where ReAgent would store the next timestep.
 
-    Raises: SchemaError: the buffer has no `capacity`.
+    Raises:
+        SchemaError: the buffer has no `capacity`.
     """
     if buffer.capacity is None:
         raise SchemaError("cursor: the buffer has no capacity, in timesteps; create it with capacity=…")
@@ -163,7 +173,7 @@ def cursor(buffer: ReplayBuffer) -> int:
 
 
 def episode_count(buffer: ReplayBuffer | ConcatBuffer) -> int:
-    """How many episodes were ever published, those that are gone included, by any process."""
+    """How many episodes any process ever published, including episodes that are not visible any more."""
     return buffer.num_published
 
 
@@ -173,27 +183,31 @@ def is_empty(buffer: ReplayBuffer | ConcatBuffer) -> bool:
 
 
 def is_full(buffer: ReplayBuffer) -> bool:
-    """Whether the next timestep, or without a `capacity` the next episode, overwrites the oldest or does not fit."""
+    """Whether the next timestep (with a `capacity`) or the next episode overwrites the oldest one, or does not fit."""
     if buffer.capacity is not None and buffer.num_steps >= buffer.capacity:
         return True
-    trimmed = buffer.num_steps > buffer.episode_lens.sum()  # a `capacity` has forgotten first steps of the oldest one
+    trimmed = buffer.num_steps > buffer.episode_lens.sum()  # the oldest is trimmed: `episode_lens` lacks it
     return bool(buffer.num_episodes + trimmed >= buffer.max_episodes)
 
 
 def add_and_sample(buffer: ReplayBuffer, step: Mapping[str, Any], batch_size: int, **options: Any) -> Any:
-    """`add` a timestep of each environment, then `sample` a batch of all that was added, this one included.
+    """`add` a timestep of each environment, then `sample` a batch of all visible timesteps, the new ones included.
 
-    A buffer that publishes whole episodes publishes each timestep from the first call on, see `publish_steps`.
+    From the first call on the buffer publishes each timestep, even if it published whole episodes before, see
+    `publish_steps`.
 
     Args:
-        buffer: what is added to and sampled from.
+        buffer: the buffer to add to and to sample from.
         step: as for `add`.
         batch_size: as for `sample`.
         options: as for `sample`; the same seed gives the same batch.
 
+    Returns:
+        The batch, as `sample` gives it.
+
     Raises:
-        NotEnoughDataError: there is no such item yet; the step is kept all the same.
-        MemmapBufferError: as `add`, `publish_steps` and `sample` raise it; the latter two keep the step.
+        NotEnoughDataError: there is no item to sample yet; the step is stored all the same.
+        MemmapBufferError: as `add`, `publish_steps` and `sample` raise it; the step is stored unless `add` raises.
     """
     buffer.add(**step)
     buffer.publish_steps()
@@ -201,11 +215,19 @@ def add_and_sample(buffer: ReplayBuffer, step: Mapping[str, Any], batch_size: in
 
 
 def set_valid(buffer: ReplayBuffer, indices: Any, flag: Any = False) -> int:
-    """`ReplayBuffer.set_valid`: exclude timesteps from being drawn, or include them again.
+    """Exclude timesteps from being drawn, or include them again, see `ReplayBuffer.set_valid`.
+
+    Args:
+        buffer: the buffer.
+        indices: as for `ReplayBuffer.set_valid`.
+        flag: as for `ReplayBuffer.set_valid`.
+
+    Returns:
+        How many of them were dropped because their episode was overwritten or cleared meanwhile.
 
     Raises:
-        ReadOnlyError: the buffer only reads.
-        SchemaError: as that raises it.
+        ReadOnlyError: the buffer only reads, as a `ConcatBuffer` does.
+        SchemaError: as `ReplayBuffer.set_valid` raises it.
     """
     if not isinstance(buffer, ReplayBuffer):
         raise ReadOnlyError("set_valid: a ConcatBuffer only reads; write to one of its sources")
@@ -213,7 +235,7 @@ def set_valid(buffer: ReplayBuffer, indices: Any, flag: Any = False) -> int:
 
 
 def step_spec(buffer: ReplayBuffer) -> dict[str, StepSpec]:
-    """The fields to pass to `store`, `store_episode` and `add`, by dotted name."""
+    """The fields that `store`, `store_episode` and `add` take, by dotted name."""
     schema = buffer.schema
     return {
         name: StepSpec(field.shape, field.dtype, not meta and field.default is None, field.final, meta)
@@ -223,6 +245,6 @@ def step_spec(buffer: ReplayBuffer) -> dict[str, StepSpec]:
 
 
 def storage_spec(buffer: ReplayBuffer) -> dict[str, StorageSpec]:
-    """Where each field is stored, as `ReplayBuffer.files` says it."""
+    """The file of each field, by the names of `ReplayBuffer.files`."""
     folder = buffer.folder
     return {name: StorageSpec(folder / a.name, a.shape, a.dtype, a.size) for name, a in buffer.files.items()}

@@ -1,4 +1,4 @@
-"""Conditions on the columns of a table as text, such as "length>=20", as the command and the page take them."""
+"""Conditions on the columns of a table as text, such as "length>=20", which the command and the browser's page take."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ def matching(table: dict[str, Array], conditions: Iterable[str]) -> dict[str, Ar
     """The rows for which all conditions hold.
 
     Args:
-        table: name -> (n,); a column of objects holds tuples of labels, of which "mark=bad" asks for one, "mark!=bad"
-            for its absence, and "mark=" for none at all.
-        conditions: a column, one of = != < <= > >=, and a value.
+        table: name -> (n,). A column of objects holds tuples of labels: "mark=bad" chooses the rows that have this
+            label, "mark!=bad" those that have not, and "mark=" those that have no label.
+        conditions: texts of a column, one of = != < <= > >=, and a value.
+
+    Returns:
+        Name -> (m,), in the order of `table`.
 
     Raises:
-        SchemaError: a condition cannot be read, or names no column.
+        SchemaError: a condition cannot be read, names no column, or its value does not fit the column.
     """
     for text in conditions:
         condition = _CONDITION.fullmatch(text)
@@ -49,7 +52,7 @@ def matching(table: dict[str, Array], conditions: Iterable[str]) -> dict[str, Ar
 
 
 def column_of(table: dict[str, Array], name: str, where: str) -> Array:
-    """A column by its name. Raises SchemaError, with the names that there are."""
+    """The column `name`. Raises SchemaError, which calls the option `where` and lists the columns, if there is none."""
     if name not in table:
         raise SchemaError(f"{where}: there is no column {name!r}; there are {', '.join(table)}")
     return table[name]
@@ -65,7 +68,7 @@ def _holds(column: Array, sign: str, value: str, condition: str) -> Array:
 
 
 def _value_like(column: Array, text: str, condition: str) -> Any:
-    """A value of a column's kind from its text."""
+    """`text` as a value of the column's kind. Raises SchemaError, which quotes `condition`, if it is none."""
     try:
         if column.dtype.kind == "U":
             return text

@@ -1,10 +1,11 @@
 """Dtypes by name, and the exact conversion of a user's values into them.
 
-Owns the allow-list of dtypes, the rule of what counts as lossy, and the one place that knows torch below the
-PyTorch layer (through `sys.modules`, so that it is never imported). Does no I/O and knows no schema.
+Owns the allow-list of dtypes and the rule that says which casts are lossy. It is the only module below the PyTorch
+layer that knows torch, through `sys.modules`, so that it never imports torch. Does no I/O and knows no schema.
 
-Lossy is: an integer or bool that does not come back equal, a non-integral or non-finite float into an integer, a
-finite float that becomes infinite, a string that is longer than declared. Rounding among floats is allowed.
+These casts are lossy, and refused: an integer or bool that does not come back equal, a non-integral or non-finite float
+into an integer, a finite float that becomes infinite, a string that is longer than declared. Rounding among floats is
+allowed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 MAX_STRING = 4096
 FALSE, TRUE = b"\0", b"\1"  # in the bytes of a mask
-FEW = 16  # numbers: up to so many are looked at one by one, as a call of numpy takes as long as ten of them
+FEW = 16  # up to so many numbers are compared one by one: a call of numpy takes as long as ten such comparisons
 NUMERIC = (
     "bool",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -49,7 +50,7 @@ def dtype_name(spec: object) -> str:
         One of `NUMERIC`, or "U1" … "U4096".
 
     Raises:
-        SchemaError: the dtype is none that can be stored, such as an object or a datetime.
+        SchemaError: the dtype cannot be stored, as those of objects and datetimes.
     """
     if isinstance(spec, str):
         name = _SPELLINGS.get(spec, spec.removeprefix("torch.").lstrip("<=|"))
@@ -73,7 +74,7 @@ def dtype_name(spec: object) -> str:
 
 
 def is_dtype_name(name: str) -> bool:
-    """Whether `name` is a canonical name; nothing else may stand in a schema file."""
+    """Whether `name` is the canonical name of a dtype; a schema file may hold no other name."""
     string = _STRING.fullmatch(name)
     return name in NUMERIC or (string is not None and int(string[1]) <= MAX_STRING)
 
@@ -81,12 +82,18 @@ def is_dtype_name(name: str) -> bool:
 @cache
 def storage_dtype(name: str) -> np.dtype[Any]:
     """The little-endian numpy dtype in which the canonical `name` is stored; bfloat16 as its bits, uint16."""
-    # By its text: where the machine is little-endian, that is numpy's own object, which `is` finds at once.
+    # Made from its text: on a little-endian machine that gives numpy's own object, so comparing two dtypes is one `is`.
     return np.dtype(np.dtype("uint16" if name == "bfloat16" else name).newbyteorder("<").str)
 
 
 def to_numpy(value: Any) -> Array:
-    """An array of what a user passed: a tensor on any device, an array, a list, a scalar. May share memory."""
+    """A tensor on any device, an array, a list or a scalar as an array, which may share its memory.
+
+    Tensors of bfloat16 become float32.
+
+    Raises:
+        SchemaError: a ragged list, a string that ends in NUL, or a tensor that numpy cannot hold.
+    """
     if type(value) is np.ndarray:
         return value
     torch = loaded_torch()
@@ -96,7 +103,7 @@ def to_numpy(value: Any) -> Array:
         raise SchemaError("got a string that ends in NUL, which fixed-width text cannot keep; strip it")
     try:
         array = np.asarray(value)
-    except ValueError as error:  # numpy's word for a ragged list
+    except ValueError as error:  # numpy raises it for a ragged list
         raise SchemaError(
             f"got a value that is no rectangular array ({error}); pad it, or store its length too"
         ) from None
@@ -104,13 +111,23 @@ def to_numpy(value: Any) -> Array:
 
 
 def loaded_torch() -> Any:
-    """torch, if somebody has imported it; None, too, while another thread is at that, as there are no tensors yet."""
+    """torch if it is imported, else None; None, too, while another thread still imports it: no tensor exists yet."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "Tensor") else None
 
 
 def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """`value` as an int. Raises SchemaError unless it is a whole number from `least`, to `most`."""
+    """`value` as an int.
+
+    Args:
+        name: the option, as the error calls it.
+        value: any value.
+        least: the smallest number allowed.
+        most: the largest number allowed; None: there is none.
+
+    Raises:
+        SchemaError: the value is no whole number (a bool is none), or is out of range.
+    """
     is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not is_whole or value < least or (most is not None and value > most):
         limit = "" if most is None else f" to {most}" if most < 2**16 else f" to 2**{most.bit_length() - 1}"
@@ -119,19 +136,19 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None) 
 
 
 def check_number(name: str, value: Any, low: float = 0, high: float = 1) -> None:
-    """Raise SchemaError unless `value` is a number from `low` to `high`."""
+    """Raise SchemaError, which calls the value `name`, unless it is a number from `low` to `high`."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:
         raise SchemaError(f"{name}: got {value!r}, expected a number from {low} to {high}")
 
 
 def all_of(mask: Array) -> bool:
-    """Whether all of a mask is true, in a third of the time that numpy's own `all` takes for a batch."""
+    """Whether all entries of a mask are true, in a third of the time of numpy's `all` for the mask of a batch."""
     return FALSE not in mask.tobytes()
 
 
 def any_of(mask: Array) -> bool:
-    """Whether any of a mask is true, likewise."""
+    """Whether any entry of a mask is true, as fast as `all_of`."""
     return TRUE in mask.tobytes()
 
 
@@ -144,7 +161,7 @@ def encode(value: Any, name: str, shape: tuple[int, ...], lead: int = 0) -> Arra
         value: a tensor, array, list or scalar.
         name: the canonical dtype name.
         shape: the declared shape of one entry.
-        lead: how many dimensions stand before it (0 one step, 1 an episode or a batch).
+        lead: how many dimensions stand before those of an entry: 0 for one step, 1 for an episode or a batch.
 
     Raises:
         SchemaError: another shape, or a lossy cast; the text says got and expected but not where.
@@ -170,12 +187,12 @@ def _remedy(entry: tuple[int, ...], shape: tuple[int, ...], lead: int) -> str:
 
 
 def of_mask(array: Array) -> str:
-    """The remedy for choosing by a mask, for an error; "" where the array is none."""
+    """The remedy that an error about indices adds if `array` is a mask; "" if it is none."""
     return "; of a mask give np.flatnonzero(mask)" if array.dtype.kind == "b" else ""
 
 
 def decode(array: Array, name: str) -> Array:
-    """Stored values as numpy can compute with them: bfloat16 bits become float32, all else is as it is."""
+    """Stored values of the dtype `name` as numpy can compute with them: bfloat16 as float32, others unchanged."""
     if name != "bfloat16":
         return array
     return (array.astype(np.uint32, subok=False) << np.uint32(16)).view(np.float32)
@@ -193,7 +210,7 @@ def _without_tensors(value: Any, torch: Any) -> Any:
 
 
 def _cast_list(value: Any, array: Array, name: str) -> Array:
-    """A list for which numpy chose floats, though it may hold integers that no float is equal to."""
+    """`_cast` of a list that numpy made float64; integers above 2**53, which that may round, are cast one by one."""
     items = np.array(value, dtype=object).ravel()
     if not any(isinstance(item, int) and abs(item) > 2**53 for item in items):
         return _cast(array, name)
@@ -232,11 +249,11 @@ def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
         raise _lossy(array, name, "an imaginary part would be lost; store `.real`, or declare a complex field")
     if target.kind in "biu":
         return _cast_integral(array, target, name)
-    if array.size <= FEW and array.dtype.kind == target.kind == "f":  # one by one, in a quarter of the time
+    if array.size <= FEW and array.dtype.kind == target.kind == "f":  # comparing one by one takes a quarter of the time
         limit = _largest(target)
         if all([-limit <= value <= limit for value in array.ravel().tolist()]):
             return array.astype(target)
-    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is a NaN
+    with np.errstate(over="ignore", invalid="ignore"):  # `invalid`: a signalling NaN, which stays a NaN
         out = array.astype(target)
     if array.dtype.kind == "f":
         if not all_of(np.isfinite(out)) and (lost := np.isinf(out) & np.isfinite(array)).any():
@@ -281,11 +298,11 @@ def _cast_string(array: Array, name: str, target: np.dtype[Any]) -> Array:
 
 
 def _to_bfloat16(array: Array) -> Array:
-    """Round float32 to the nearest bfloat16, ties to even, and return its bits; of a NaN its own as far as they fit."""
+    """Round float32 to the nearest bfloat16, ties to even, and return the bits. A NaN keeps its upper 16 bits."""
     bits = array.view(np.uint32).astype(np.uint64)
     nearest = (bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
     upper = bits >> np.uint64(16)
-    upper |= np.where(upper & np.uint64(0x7F) == 0, np.uint64(0x40), np.uint64(0))  # else it would be infinite
+    upper |= np.where(upper & np.uint64(0x7F) == 0, np.uint64(0x40), np.uint64(0))  # else it would read as infinite
     rounded = np.where(np.isnan(array), upper, nearest)
     overflow = ((rounded & np.uint64(0x7FFF)) == 0x7F80) & np.isfinite(array)
     if overflow.any():

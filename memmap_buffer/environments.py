@@ -1,4 +1,4 @@
-"""Gymnasium's spaces as fields, and their values as `store` takes them. Knows no buffer."""
+"""Declarations of fields from Gymnasium's spaces, and values of spaces in the form `store` takes. Knows no buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ with extra("gymnasium"):
     from gymnasium.wrappers import Autoreset
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-TIME_LIMIT = "_max_episode_steps"  # of `TimeLimit`
+TIME_LIMIT = "_max_episode_steps"  # the attribute of Gymnasium's wrapper `TimeLimit`
 
 
 def schema_of(
@@ -34,14 +34,14 @@ def schema_of(
     Args:
         observation_space: of one environment; of a vector environment `single_observation_space`.
         action_space: of one environment; of a vector environment `single_action_space`.
-        codec: of images: spaces of uint8 with two axes or more.
-        dtype: of floating-point numbers, such as "float32"; default: as the space says.
+        codec: of observations that are images: spaces of uint8 with two axes or more.
+        dtype: in which spaces of floating-point numbers are stored, such as "float32"; None: the dtype of each space.
 
     Returns:
-        `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`.
+        The declarations of `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`.
 
     Raises:
-        SchemaError: a space has no fixed size (Graph, Sequence, OneOf), or `dtype` is of no floating-point numbers.
+        SchemaError: a space has no fixed size (Graph, Sequence, OneOf), or `dtype` is no floating-point dtype.
     """
     if dtype is not None and Field(dtype).dtype not in FLOATS:
         raise SchemaError(f"dtype: got {dtype!r}, expected one of {', '.join(FLOATS)}")
@@ -59,7 +59,7 @@ def encode_space(space: Space[Any], value: Any) -> Any:
     """A value of a space as `store` takes it: Dict and Tuple as nested dicts, any other as it is.
 
     Args:
-        space: of the value, also the batched one of a vector environment.
+        space: the space of the value; for the values of a vector environment its batched space.
         value: an element of the space.
     """
     if isinstance(space, spaces.Dict):
@@ -71,7 +71,13 @@ def encode_space(space: Space[Any], value: Any) -> Any:
 
 
 def decode_space(space: Space[Any], tree: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The reverse of `encode_space`; `leaf` is applied to the values of all spaces but Dict and Tuple."""
+    """A value of a space from the form that `store` takes: the reverse of `encode_space`.
+
+    Args:
+        space: the space of the value.
+        tree: nested dicts for Dict and Tuple spaces, as `encode_space` gives them.
+        leaf: is applied to the value of every space that is no Dict or Tuple.
+    """
     if isinstance(space, spaces.Dict):
         parts = _parts(tuple(space.spaces))
         return {key: decode_space(member, tree[parts[key]], leaf) for key, member in space.spaces.items()}
@@ -81,14 +87,18 @@ def decode_space(space: Space[Any], tree: Any, leaf: Callable[[Any], Any]) -> An
 
 
 def names_of(observation_space: Space[Any], action_space: Space[Any]) -> Names:
-    """The keys of the spaces that `schema_of` changes."""
+    """The `Names` of the spaces' keys: which keys `schema_of` changes, and into which names."""
     names = Names()
     names.ours({"observation": _members(observation_space), "action": _members(action_space)})
     return names
 
 
 def spaces_of(env: Any) -> tuple[Space[Any], Space[Any]]:
-    """The observation and action space of one environment, or of one among those of a vector environment."""
+    """The observation space and the action space of one environment; of a vector environment those of one member.
+
+    Raises:
+        SchemaError: `env` is no Gymnasium environment.
+    """
     first, second = (
         getattr(env, f"single_{name}", None) or getattr(env, name, None)
         for name in ("observation_space", "action_space")
@@ -99,17 +109,17 @@ def spaces_of(env: Any) -> tuple[Space[Any], Space[Any]]:
 
 
 def count_of(env: Any) -> int:
-    """How many environments a vector environment has; 1 of any other."""
+    """How many environments a vector environment has; 1 for any other environment."""
     return env.num_envs if isinstance(env, VectorEnv) else 1
 
 
 def max_steps_of(env: Any) -> int | None:
-    """The time limit of an environment, or the longest among those of a vector environment; None: one has none."""
+    """The time limit of an environment in steps, or the longest of a vector environment's members; None: no limit."""
     limit: int | None = getattr(getattr(env, "spec", None), "max_episode_steps", None)
     if limit is not None:
         return limit
     call = getattr(env.unwrapped, "call", None) if isinstance(env, VectorEnv) else None
-    if call is not None:  # the specifications of members in other processes may not pickle; these answers do
+    if call is not None:  # the `spec` of a member in another process may not pickle; the answers to these calls do
         limits = call("get_wrapper_attr", TIME_LIMIT) if all(call("has_wrapper_attr", TIME_LIMIT)) else [None]
         return None if None in limits else max(limits)
     own = getattr(env, "has_wrapper_attr", None)
@@ -117,7 +127,7 @@ def max_steps_of(env: Any) -> int | None:
 
 
 def resets_by_a_step(env: Any) -> bool:
-    """Whether the step after an episode's end is the reset, its action ignored: Gymnasium's `NEXT_STEP`."""
+    """Whether the step after the end of an episode resets, and ignores its action: Gymnasium's `NEXT_STEP`."""
     if isinstance(env, VectorEnv):
         return env.metadata.get("autoreset_mode") is AutoresetMode.NEXT_STEP
     while isinstance(env, Wrapper):
@@ -128,17 +138,17 @@ def resets_by_a_step(env: Any) -> bool:
 
 
 def resets_at_once(env: Any) -> bool:
-    """Whether the step that ends an episode gives the observation of the reset: Gymnasium's `SAME_STEP`."""
+    """Whether the step that ends an episode returns the observation after the reset: Gymnasium's `SAME_STEP`."""
     return isinstance(env, VectorEnv) and env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
 
 
 def _is_text(space: spaces.Tuple[Any]) -> bool:
-    """Whether batching made it from a Text space: one string for each environment is a column, not a group."""
+    """Whether a space is a batched Text space: its strings, one an environment, are a column, not a group of fields."""
     return len(space.spaces) > 0 and all(isinstance(member, spaces.Text) for member in space.spaces)
 
 
 def image_codec(dtype: Any, shape: tuple[int, ...], codec: Any) -> Any:
-    """The codec of a field of observations: that of images, where it is one."""
+    """`codec` if a field of this dtype and shape is an image, uint8 with two axes or more; else None."""
     return codec if dtype == np.uint8 and len(shape) > 1 else None
 
 

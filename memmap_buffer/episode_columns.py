@@ -1,7 +1,7 @@
-"""A table of the episodes of a buffer, which follows what is published: serial, length, return, end, meta fields.
+"""A table of a buffer's episodes, kept up to date with the buffer: serial, length, return, end, meta fields.
 
-Lengths and meta fields are there at once; returns and ends, for which the rewards of all steps are read, are added part
-by part.
+Serials, lengths and meta fields are there at once. Returns and ends are computed from the rewards and the end fields of
+all steps, so they are read and added a part of the episodes at a time.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from memmap_buffer.schema import flatten
 if TYPE_CHECKING:
     from memmap_buffer.api.reading import Readable
 
-CHUNK_BYTES = 1 << 25  # of padded rows that are read at a time
+CHUNK_BYTES = 1 << 25  # bytes of padded rows that are read at a time
 TAGS = ("mark", "note")
 
 
 class EpisodeColumns:
-    """The visible episodes as columns, a row each, oldest first.
+    """A table of the visible episodes: a row each, the oldest first.
 
     Args:
-        buffer: the source.
-        reward: a scalar field whose sum over the steps is the return; without the field there is no such column.
-        reserved: names of columns that others add.
+        buffer: the buffer whose episodes are listed.
+        reward: the scalar field whose sum over an episode's steps is `return`; if there is no such field, there is no
+            `return`.
+        reserved: names of columns that the caller adds.
 
     Attributes:
-        columns: `serial`, of several folders `shard` (the folder's number), `length`, `return` (NaN until it is known),
-            `end` ("terminated", "truncated" or ""), and every scalar meta field, as "meta.<name>" if one of these has
-            its name: (episodes,) each. They are replaced, not changed.
-        names: (episodes, 1) serials, of several folders (episodes, 2) of (shard, serial).
+        columns: name -> (episodes,): `serial`; `shard` (the folder's number), if there are several folders; `length`;
+            `return` (NaN until it is known); `end` ("terminated", "truncated" or ""); and every scalar meta field, as
+            "meta.<name>" if its name is one of these or is reserved. The arrays are replaced, never changed in place.
+        names: (episodes, 1) serials; with several folders (episodes, 2) of (shard, serial).
     """
 
     def __init__(self, buffer: Readable, reward: str = "reward", reserved: tuple[str, ...] = TAGS) -> None:
@@ -53,7 +54,7 @@ class EpisodeColumns:
         return float(self._summed.mean()) if len(self._summed) else 1.0
 
     def follow(self) -> bool:
-        """Take in what was published or removed since; whether anything was."""
+        """Update the table to the episodes that are visible now. Returns whether it changed."""
         schema = self.buffer.schema
         scalar = [name for name, field in schema.meta_fields.items() if field.shape in ((), (1,))]
         data = self.buffer.episodes(fields=[], return_indices=True)
@@ -80,13 +81,13 @@ class EpisodeColumns:
         return True
 
     def pending(self) -> Array:
-        """The names of episodes whose return and end are added next, the newest first; none where all are known."""
+        """The names of the episodes to `read` next, the newest first; (0, …) once all returns and ends are known."""
         width = 8 * max(1, bool(self.reward) + len(self.ends))
         size = max(1, CHUNK_BYTES // (width * self.buffer.max_timesteps))
         return self.names[np.flatnonzero(~self._summed)[::-1][:size]]
 
     def read(self, names: Array) -> dict[str, Array] | None:
-        """The rewards and ends of episodes; None where one of them is gone."""
+        """The rewards and end fields of the episodes `names`; None if one of these is no longer visible."""
         wanted = [*([self.reward] if self.reward else []), *self.ends.values()]
         try:
             return flatten(self.buffer.batch(names, fields=wanted, include_metadata=False, format="numpy"))
@@ -94,7 +95,10 @@ class EpisodeColumns:
             return None
 
     def add(self, names: Array, data: dict[str, Array]) -> bool:
-        """Add returns and ends that were read; whether there were any of episodes as long as they are here."""
+        """Add the returns and ends of episodes from `data`, which `read` gave.
+
+        Episodes that are not in the table, or have another length there, are left out. Returns whether any was added.
+        """
         place, same = places_of(names, self.names)
         same[same] = self.columns["length"][place[same]] == data["_lens"][same]
         columns, at = dict(self.columns), place[same]
@@ -116,12 +120,15 @@ class EpisodeColumns:
 
 
 def tags_of(buffer: Readable, names: Array, file: str | None = None) -> dict[str, Array]:
-    """The columns `TAGS` of some episodes: tuples of labels, and notes.
+    """The columns `TAGS` of episodes: `mark`, tuples of labels, and `note`, text.
 
     Args:
-        buffer: the source.
-        names: as of `EpisodeColumns`.
-        file: where the marks are; default: with each folder.
+        buffer: the buffer that has the episodes.
+        names: of the episodes, as `EpisodeColumns.names`.
+        file: the file of the marks; None: `extra/marks.json` of each folder.
+
+    Returns:
+        Name -> (episodes,).
     """
     marks = buffer.marks(file)
     keys = names[:, 0].tolist() if names.shape[1] == 1 else [*map(tuple, names.tolist())]
@@ -138,7 +145,7 @@ def column_of_objects(values: list[tuple[str, ...]]) -> Array:
 
 
 def places_of(names: Array, among: Array) -> tuple[Array, Array]:
-    """(places, whether they are there): where episodes stand among others, which are sorted; 0 where they do not."""
+    """(the row of each of `names` in the sorted `among`, 0 if there is none; whether there is one)."""
     if not len(among) or not len(names):
         return np.zeros(len(names), np.int64), np.zeros(len(names), np.bool_)
     sought, keys = _keys(names, among)
@@ -148,7 +155,7 @@ def places_of(names: Array, among: Array) -> tuple[Array, Array]:
 
 
 def _keys(names: Array, others: Array) -> tuple[Array, Array]:
-    """Names as single numbers of the same order."""
+    """Both arrays of names as single numbers, which are in the same order as the names."""
     if names.shape[1] == 1:
         return names[:, 0], others[:, 0]
     both = np.concatenate([names, others])
@@ -158,13 +165,13 @@ def _keys(names: Array, others: Array) -> tuple[Array, Array]:
 
 
 def _replaced(column: Array, at: Array, values: Array) -> Array:
-    out = column.copy()  # others hold the column as it was
+    out = column.copy()  # a caller may hold the old column, which must not change
     out[at] = values
     return out
 
 
 def _alike(columns: dict[str, Array], others: dict[str, Array]) -> bool:
-    """Whether two tables are of the same episodes; returns and ends follow from these."""
+    """Whether two tables show the same episodes: their columns are equal, but for `return` and `end`, which follow."""
     return columns.keys() == others.keys() and all(
         np.array_equal(values, others[name], equal_nan=values.dtype.kind == "f")
         for name, values in columns.items()

@@ -1,7 +1,7 @@
-"""The errors of this package: one tree, each picklable, each carrying what it names as attributes.
+"""The errors of this package: one tree of classes, all picklable, with the things that a message names as attributes.
 
 A message says where, what was got, what was expected, and the remedy. Code that caught memmap-replay-buffer's
-`ValueError`s keeps working: whatever that package raises as a ValueError derives from one here too.
+`ValueError`s keeps working: an error that is a ValueError in that package is one here, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class MemmapBufferError(Exception):
 
     Args:
         message: the whole text for a person.
-        named: what the message names (`field=`, `path=`, `slot=` …), kept as attributes of the error.
+        named: the things that the message names (`field=`, `path=`, `slot=` …), which become attributes of the error.
     """
 
     def __init__(self, message: str = "", **named: Any) -> None:
@@ -52,11 +52,11 @@ class BufferFullError(MemmapBufferError, ValueError):
 
 
 class BufferLockedError(MemmapBufferError, TimeoutError):
-    """Another writer holds the folder: `pid`, `host` and `since` name it."""
+    """Another writer holds the folder's lock: its `pid` and `host`, and `since` when."""
 
 
 class ReadOnlyError(MemmapBufferError, PermissionError, ValueError):
-    """The buffer was opened to be read, or its layout cannot be written, or the system lets nobody write there."""
+    """The buffer cannot be written: it was opened for reading, its layout is packed, or the system forbids it."""
 
 
 class EpisodeStateError(MemmapBufferError, RuntimeError, ValueError):
@@ -68,7 +68,7 @@ class EpisodeIndexError(MemmapBufferError, IndexError, ValueError):
 
 
 class WriterLostError(MemmapBufferError, RuntimeError):
-    """This object may not write any more: `reason` is "forked", "fenced", "taken over", "poisoned" or "moved"."""
+    """This object must not write any more: `reason` is "forked", "fenced", "taken over", "poisoned" or "moved"."""
 
 
 class StaleEpisodeError(MemmapBufferError, RuntimeError, ValueError):
@@ -76,11 +76,19 @@ class StaleEpisodeError(MemmapBufferError, RuntimeError, ValueError):
 
 
 class RemoteError(MemmapBufferError, OSError):
-    """A store failed: `url`, what was `asked` of it, what `came`, after how many `tries`; `missing`: it has no such."""
+    """A request to an object store failed.
+
+    Attributes:
+        url: of the object.
+        asked: the request.
+        came: the answer of the store, or the error.
+        tries: how many times it was sent.
+        missing: whether the store has no such object.
+    """
 
 
 class NotEnoughDataError(MemmapBufferError, RuntimeError, ValueError):
-    """There is nothing to draw from, or less than was asked for."""
+    """There are no items to draw from, or fewer than were asked for."""
 
 
 def _rebuild(kind: type[MemmapBufferError], message: str, named: dict[str, Any], notes: list[str]) -> MemmapBufferError:

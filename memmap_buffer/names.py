@@ -1,7 +1,7 @@
-"""The keys of other libraries' data, which may be any text, as names of fields, which are identifiers; and back.
+"""Names of fields (identifiers) for the keys of other libraries' data (any text), and the way back.
 
-A key such as "bottom burner" becomes `bottom_burner`; a number tells two keys apart that would become one. Changed keys
-are remembered, so that an export restores them. Does no I/O: `interop.episodes` stores them in the folder.
+A key such as "bottom burner" becomes `bottom_burner`. If two keys would get the same name, one gets a number behind it.
+Changed keys are remembered, so that an export restores them. Does no I/O: `interop.episodes` stores them in the folder.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from memmap_buffer.schema import Schema
 
 
 class Names:
-    """The names that keys were given, and the way back.
+    """The names of fields for the keys of a data set, and the keys of the names.
 
     Args:
-        changed: dotted name of a field or a group -> its key, where that is not the last part of the name.
+        changed: dotted name of a field or a group -> its key, if the key differs from the last part of the name.
         fixed: the same for the keys that a format prescribes; they take precedence, and are not stored.
 
     Attributes:
-        changed: as given, and the keys that were changed since.
+        changed: the argument `changed`, and the keys that were changed since.
     """
 
     def __init__(self, changed: Mapping[str, Any] | None = None, fixed: Mapping[str, Any] | None = None) -> None:
@@ -35,11 +35,12 @@ class Names:
             self._parts.setdefault(group, {})[key] = part
 
     def ours(self, tree: Mapping[Any, Any], group: str = "") -> dict[str, Any]:
-        """Nested values, or the groups of an HDF5 file, as nested dicts by the names of fields.
+        """The values of `tree` as nested dicts whose keys are names of fields.
 
         Args:
-            tree: all keys of the group at once, so that the identifiers among them keep their names.
-            group: the dotted name of the group.
+            tree: nested values, or the groups of an HDF5 file: all keys of a group at once, so that those keys that are
+                identifiers keep their names.
+            group: the dotted name of the group that `tree` is; "" for the outermost.
         """
         names = self._name(group, tree)
         return {
@@ -48,20 +49,20 @@ class Names:
         }
 
     def named(self, path: Iterable[Any]) -> str:
-        """The dotted name of a path of keys, each within the one before."""
+        """The dotted name of the field or group that lies under these keys, the outermost key first."""
         name = ""
         for key in path:
             name = _join(name, self._name(name, [key])[key])
         return name
 
     def path(self, name: str) -> list[Any]:
-        """The path of keys of a field or group, the reverse of `named`."""
+        """The keys under which the field or group `name` lies, the outermost first: the reverse of `named`."""
         parts = name.split(".")
         groups = (".".join(parts[: end + 1]) for end in range(len(parts)))
         return [self._fixed.get(g, self.changed.get(g, part)) for g, part in zip(groups, parts, strict=True)]
 
     def key(self, name: str, separator: str = ".") -> str:
-        """The path of keys as one text."""
+        """The keys of `path` as one text, with `separator` between them."""
         return separator.join(map(str, self.path(name)))
 
     def _name(self, group: str, keys: Iterable[Any]) -> dict[Any, str]:
@@ -75,7 +76,9 @@ class Names:
 
 
 def parts_of(keys: Iterable[Any], taken: Iterable[str] = ()) -> dict[Any, str]:
-    """Key -> part of a field's name, for the keys of one group; no two get the same, and identifiers stay as they are.
+    """Key -> part of a field's name, for the keys of one group.
+
+    No two parts are equal, even without regard to case. A key that is an identifier stays as it is, if it can.
 
     Args:
         keys: of one group.
@@ -101,7 +104,7 @@ def _identifier(key: str) -> str:
     name = name if name[:1].isalpha() else f"n{name}"
     try:
         Schema({name: "bool"})
-    except SchemaError:  # a word that is reserved; the schema itself reports a name that is too long
+    except SchemaError:  # a reserved word; or a name that is too long, which the schema reports when it is declared
         return f"{name}_"
     return name
 

@@ -16,15 +16,15 @@ _RELATIVE = re.compile(r"(?:^|::)((?:file|local)://)(?![/~])")
 
 
 def is_url(place: object) -> bool:
-    """Whether a text names something in an object store, or on another machine."""
+    """Whether `place` is the text of a URL: of an object store, or of another machine."""
     return isinstance(place, str) and _URL.match(place) is not None
 
 
 def url_of(place: str) -> str:
-    """The URL of a store, or the path of a folder that is one.
+    """`place` as text: the URL of an object store, or the path of a folder used as one.
 
     Raises:
-        SchemaError: a slash is missing, so that it would be a folder wherever the program was started.
+        SchemaError: a slash is missing, so the place would be a folder below the one in which the program was started.
     """
     _require_slashes(str(place))
     if match := _RELATIVE.search(str(place)):
@@ -43,10 +43,10 @@ def _require_slashes(place: str) -> None:
 
 
 def path_of(place: AnyPath) -> Path:
-    """A path in which `~` and `~user` are home folders; "./~" is a name like any other.
+    """`place` as a Path, in which `~` and `~user` are home folders; "./~" is a name like any other.
 
     Raises:
-        SchemaError: there is no such user, or it is a URL, perhaps one that lost a slash.
+        SchemaError: there is no such user, or the place is a URL, perhaps one that lost a slash.
     """
     text = place if isinstance(place, str) else str(Path(place))
     _require_slashes(text)
@@ -59,7 +59,7 @@ def path_of(place: AnyPath) -> Path:
     if not path.parts or not path.parts[0].startswith("~"):
         return path
     if not text.startswith("~"):
-        return Path.cwd() / path  # `Path` has dropped the "./" by which it is no home
+        return Path.cwd() / path  # `Path` dropped the "./" which says that `~` is no home folder here
     try:
         return path.expanduser()
     except RuntimeError:

@@ -31,7 +31,7 @@ def is_image(field: Field) -> bool:
 
 
 def frames_of(values: Array, name: str) -> Array:
-    """Images as the frames of a film.
+    """Images as the RGB frames of a film.
 
     Args:
         values: (T, H, W), (T, H, W, C) or (T, C, H, W) with C of 1, 3 or 4; bytes, bools, or floats from 0 to 1.
@@ -41,7 +41,7 @@ def frames_of(values: Array, name: str) -> Array:
         (T, H, W, 3) uint8.
 
     Raises:
-        SchemaError: they are no images.
+        SchemaError: the values are no images.
     """
     images = values[..., None] if values.ndim == 3 else values
     if images.ndim == 4 and images.shape[3] not in CHANNELS:
@@ -58,7 +58,7 @@ def frames_of(values: Array, name: str) -> Array:
 
 
 def lines_of(values: Any) -> Array | None:
-    """(T, lines) of a field that can be drawn as lines; None of any other."""
+    """Values (T, …) of a field as (T, lines) float64; None if they are no numbers, or over `MAX_LINES` a timestep."""
     array = np.asarray(values)
     if array.dtype.kind not in "biuf" or np.prod(array.shape[1:]) > MAX_LINES:
         return None
@@ -66,7 +66,7 @@ def lines_of(values: Any) -> Array | None:
 
 
 def draw_lines(axes: Any, name: str, values: Array) -> None:
-    """Draw (T, lines) over the timesteps, with a legend of the entries where there are several and not many."""
+    """Draw the columns of `values` (T, lines) over the timesteps, with a legend if there are 2 to `LEGEND` lines."""
     lines = axes.plot(values, linewidth=1)
     axes.set_title(name, loc="left", fontsize="medium")  # beside the axis a long name would run into the next panel
     axes.margins(x=0.01)
@@ -98,16 +98,16 @@ class Picture:
 def picture_of(
     title: str, data: Mapping[str, Any], fields: Mapping[str, Field], *, named: Collection[str] = ()
 ) -> Picture:
-    """The fields of an episode over time: frames spread over it of images, curves of numbers.
+    """A picture of an episode's fields over time: images as frames spread over the episode, numbers as curves.
 
     Args:
         title: of the picture.
         data: dotted name -> (T, *field).
-        fields: those that are drawn; others than images and numbers, such as text and lists, are left out.
-        named: those that are not left out.
+        fields: the fields to draw; those that are neither images nor numbers, such as text and lists, are left out.
+        named: the fields that must not be left out.
 
     Raises:
-        SchemaError: none of them can be drawn, or not each that is named.
+        SchemaError: no field can be drawn, or one of `named` cannot.
         ImportError: matplotlib is not installed.
     """
     with extra("plot"):
@@ -145,7 +145,7 @@ def _draw_strip(axes: Any, name: str, values: Array) -> None:
 
 
 def table_of(caption: str, rows: Mapping[str, Field], meta: Mapping[str, Field]) -> str:
-    """Fields and meta fields as a table of HTML."""
+    """An HTML table of per-timestep fields, `rows`, and meta fields."""
     from html import escape
 
     cells = [

@@ -9,10 +9,10 @@ Item = TypeVar("Item")
 
 
 def progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
-    """The items, with a bar on stderr if that is a terminal."""
+    """The items; going through them shows a bar on stderr if that is a terminal and tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
         return items
-    bar: Iterable[Item] = tqdm(items, description, total=total, disable=None, leave=False)  # None: unless a terminal
+    bar: Iterable[Item] = tqdm(items, description, total=total, disable=None, leave=False)  # None: on a terminal only
     return bar

@@ -1,4 +1,7 @@
-"""What is stored: `Field` and `Schema`, parsed from every spelling, nested dicts under dotted names. No I/O."""
+"""The declaration of what a buffer stores: `Field` and `Schema`.
+
+They are parsed from every accepted spelling; fields in nested dicts get dotted names. No I/O.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from memmap_buffer.errors import SchemaError
 MAX_FIELDS = 1024
 MAX_DIMENSIONS = 16
 MAX_NAME = 64
-DEFAULT_BLOB = 2**32 - 1  # in the place of the length of a blob: the row is the field's default, else zeros
+DEFAULT_BLOB = 2**32 - 1  # stored in place of a blob's length: the row is the field's default, or zeros without one
 MAX_BLOB = DEFAULT_BLOB - 1
-MEMBERS = 1024  # of a list, for which there is room on an average over an episode
+MEMBERS = 1024  # of a list, on average over the timesteps of an episode: its file has room for so many
 ENDS = ("terminated", "truncated")
-LENGTHS = "_lens_"  # before the key of lists that are padded: how long they are
-DECLARED = ""  # as the name of the field that ends an episode: whichever was declared to
+LENGTHS = "_lens_"  # and the key of padded lists behind it: the key of their lengths
+DECLARED = ""  # in place of the name of a field that ends episodes: the field that the schema declares
 RESERVED = frozenset({"episode_lens", "n_step_lens", "keep_partial"})
 DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))})
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -31,19 +34,20 @@ _PART = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Field:
-    """An array of a schema.
+    """The declaration of a field or a meta field.
 
     Args:
         dtype: "float" (float32), "int" (int64), a numpy or torch dtype or its name, or "U<n>" for text.
         shape: the shape of one entry; an int n means (n,). None as the first length: each timestep has a list of any
             length, of numbers (None,) or of arrays (None, *shape).
-        default: what a step that leaves the field out gets: a scalar, or an array of `shape`. None: it must be given.
-        final: the field has one more entry per episode, the observation after the last action.
-        codec: how each timestep is compressed: "zstd" or `Zstd(level=…)`, lossless; "jpeg" or `Jpeg(quality=…)`; None:
-            not at all. Not for text, nor for meta fields.
+        default: the value for a step that leaves the field out: a scalar, or an array of `shape`. None: each step must
+            give a value.
+        final: whether an episode has one more entry than steps: the observation after the last action.
+        codec: how each timestep is compressed: "zstd" or `Zstd(level=…)`, lossless; "jpeg" or `Jpeg(quality=…)`, lossy;
+            None: not at all. Text and meta fields cannot be compressed.
 
     Raises:
-        SchemaError: the dtype cannot be stored, the shape is no shape, or the default or the codec does not fit.
+        SchemaError: the dtype cannot be stored, the shape is not one, or the default or the codec does not fit.
     """
 
     dtype: Any
@@ -87,7 +91,7 @@ class Field:
 
     @classmethod
     def parse(cls, spec: Any) -> Field:
-        """A field from a `Field`, a dtype, or a tuple (dtype, shape[, default])."""
+        """A field from a `Field`, a dtype, or a tuple (dtype, shape[, default]). Raises SchemaError for others."""
         if isinstance(spec, Field):
             return spec
         if hint := _of_space(spec):
@@ -100,12 +104,12 @@ class Field:
 
     @cached_property
     def is_list(self) -> bool:
-        """Whether each timestep has a list of any length."""
+        """Whether each timestep holds a list of any length."""
         return bool(self.shape[:1] == (None,))
 
     @cached_property
     def is_coded(self) -> bool:
-        """Whether timesteps are of any length in the file: compressed, or lists."""
+        """Whether timesteps differ in length in the file: the field is compressed, or holds lists."""
         return self.codec is not None or self.is_list
 
     @cached_property
@@ -115,22 +119,25 @@ class Field:
 
     @cached_property
     def storage(self) -> np.dtype[Any]:
-        """The numpy dtype of stored values in memory: that on disk; of lists it is that of objects, an array each."""
+        """The numpy dtype of stored values in memory: `entries`; of lists it is object, as each list is an array."""
         return np.dtype(object) if self.is_list else self.entries
 
     @cached_property
     def cell(self) -> tuple[int, ...]:
-        """The shape of one stored value in memory: that of the field; of a list it is ()."""
+        """The shape of one stored value in memory: `shape`; for a list it is ()."""
         return () if self.is_list else self.shape
 
     @cached_property
     def direct(self) -> np.dtype[Any]:
-        """The dtype of arrays that are stored as they are; for bfloat16 none, as uint16 given for it are numbers."""
+        """The dtype of arrays that are stored without a cast.
+
+        No array has that of bfloat16, "V1": a uint16 array that is given for bfloat16 holds numbers, not bits.
+        """
         return np.dtype("V1") if self.dtype == "bfloat16" else self.storage
 
     @cached_property
     def fill(self) -> Array:
-        """The stored entry that stands for a missing one: the default, else zeros, or an empty list. Shape `cell`."""
+        """The stored entry in place of one that is missing: the default, else zeros or an empty list. Shape `cell`."""
         if self.is_list:
             out = np.empty((), object)
             out[()] = self.encode([] if self.default is None else self.default)
@@ -142,20 +149,20 @@ class Field:
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes of one entry; of a list those of one of its members."""
+        """Bytes of one entry; for a list, of one of its members."""
         return int(np.prod(self.shape[self.is_list :], dtype=object)) * self.entries.itemsize
 
     @cached_property
     def blob_bytes(self) -> int:
-        """The room that a timestep has in the file of blobs, on an average over the episode."""
+        """Bytes that the file of blobs reserves for a timestep, on average over the timesteps of an episode."""
         return MEMBERS * self.itemsize if self.is_list else self.itemsize
 
     @cached_property
     def in_file(self) -> Field:
-        """The field whose rows its data file has: this one, or of compressed timesteps an index of their blobs.
+        """The field as `data/<field>.npy` holds it: itself, or for compressed timesteps and lists the index of blobs.
 
-        A row of that has two numbers: where the blob begins in the file of blobs, and its length, above which stands
-        the number of its dictionary; see `format`, "Blobs".
+        A row of the index has two numbers: where the blob begins in the file of blobs; and the blob's length in the
+        lower 32 bits, with the number of its dictionary in the upper 32. See `format`, "Blobs".
         """
         if not self.is_coded:
             return self
@@ -164,7 +171,7 @@ class Field:
     def encode(self, value: Any, lead: int = 0) -> Array:
         """`value` as stored, shape (*lead dimensions, *cell). Raises SchemaError on a wrong shape or a lossy cast.
 
-        A list by itself, with no dimensions before it, is an array (n, …), a copy.
+        A single list, `lead` 0, becomes an array (n, …), always a copy.
         """
         if self.is_list:
             return self._encode_lists(value, lead)
@@ -198,8 +205,8 @@ class Schema:
         fields: name -> any spelling of a field, or a nested dict of them.
         meta_fields: the same, one value an episode.
         terminated: the field that is true where an episode ended and nothing follows; None: none is.
-        truncated: the field that is true where an episode was ended before its time, by a time limit, say; None: none.
-            Both are fields of one number or bool; the default names may be those of no field.
+        truncated: the field that is true where an episode was cut short, as by a time limit; None: none is.
+            Both are fields of one number or bool a timestep. A default name has no effect if no such field has it.
 
     Raises:
         SchemaError: a name is no identifier, is used twice, or a spelling is not understood.
@@ -239,11 +246,14 @@ class Schema:
 
     @classmethod
     def from_example(cls, step: Mapping[str, Any], meta: Mapping[str, Any] | None = None) -> Schema:
-        """The schema of one step as it would be stored.
+        """The schema into which an example of a step fits.
 
         Args:
             step: name -> array, tensor, scalar or str; nested dicts; a tuple becomes `item0`, `item1`, …
-            meta: the same, one value an episode.
+            meta: the same for the meta fields, one value an episode.
+
+        Raises:
+            SchemaError: a name cannot be used, or a value cannot be stored.
         """
         return cls(_example(declared("step", step, 0.5)), _example(declared("meta", meta or {}, 0.5)))
 
@@ -254,28 +264,28 @@ class Schema:
 
     @cached_property
     def largest(self) -> int:
-        """Bytes of the largest entry of a field that is no list."""
+        """Bytes of the largest entry among the per-timestep fields; a list counts as one of its members."""
         return max(field.itemsize for field in self.fields.values())
 
     @cached_property
     def defaults(self) -> dict[str, Array]:
-        """The defaults, which a step gets that leaves a field out. Read-only: all steps share them."""
+        """Name -> default, for the fields that a step may leave out. Read-only: all steps share the arrays."""
         defaults = {n: decode(field.fill, field.dtype) for n, field in self.fields.items() if field.default is not None}
         return {name: np.broadcast_to(value, value.shape) for name, value in defaults.items()}
 
     @cached_property
     def terminated(self) -> str | None:
-        """The field that says that an episode ended and nothing follows: one number or bool, true where it is not 0."""
+        """The field that says that an episode ended and nothing follows: one number or bool, true where not 0."""
         return self._end("terminated")
 
     @cached_property
     def truncated(self) -> str | None:
-        """The field that says that an episode was ended before its time."""
+        """The field that says that an episode was cut short: one number or bool, true where not 0."""
         return self._end("truncated")
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """The fields that say that the episode ended, `terminated` first."""
+        """The names of the fields that say that an episode ended, `terminated` first."""
         return tuple(dict.fromkeys(name for name in (self.terminated, self.truncated) if name is not None))
 
     def _end(self, key: str) -> str | None:
@@ -283,21 +293,29 @@ class Schema:
         return name if name is not None and (name in self.fields and self._may_end(name, key)) else None
 
     def _may_end(self, name: str, key: str) -> bool:
-        """Whether a field is one number or bool. Raises SchemaError where there is none of that name."""
+        """Whether a field is one number or bool a timestep. Raises SchemaError if no field has that name."""
         if name not in self.fields:
             raise self.unknown(name, key, self.fields)
         field = self.fields[name]
         return field.shape in ((), (1,)) and field.storage.kind in "biuf" and not field.is_coded
 
     def ending_by(self, terminated: str | None, truncated: str | None) -> Schema:
-        """A schema of the same fields whose episodes these fields end; a default name leaves it as it is here."""
+        """A schema of the same fields whose episodes these fields end; a default name keeps the end declared here."""
         ends = {key: end for key, end in zip(ENDS, (terminated, truncated), strict=True) if end != key}
         return Schema(self.fields, self.meta_fields, **{**self.declared_ends, **ends}) if ends else self
 
     def with_fields(
         self, fields: Mapping[str, Field], meta_fields: Mapping[str, Field], names: Mapping[str, str] | None = None
     ) -> Schema:
-        """A schema of other fields that end episodes as here. names: those that have another name now, old -> new."""
+        """A schema of other fields, in which the same fields end episodes as here.
+
+        A field that ends episodes here and is missing there ends none any more.
+
+        Args:
+            fields: name -> field.
+            meta_fields: name -> meta field.
+            names: old -> new name of the fields that were renamed.
+        """
         new = {key: None if end is None else (names or {}).get(end, end) for key, end in self.declared_ends.items()}
         gone = {
             key: None if key in fields else key for key, end in new.items() if end is not None and end not in fields
@@ -325,11 +343,11 @@ class Schema:
 
     @cached_property
     def lists(self) -> tuple[str, ...]:
-        """The per-timestep fields of lists."""
+        """The names of the per-timestep fields that hold lists."""
         return tuple(name for name, field in self.fields.items() if field.is_list)
 
     def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Nested values under dotted names, lists that come with their lengths without their padding."""
+        """Nested values under dotted names. Padded lists that come with their lengths lose their padding."""
         fields = self.all
         if values.keys() <= fields.keys():
             return dict(values)
@@ -342,7 +360,7 @@ class Schema:
     def encode_all(
         self, fields: Mapping[str, Field], given: Mapping[str, Any], lead: int, where: str = "", hint: str = ""
     ) -> dict[str, Array]:
-        """The values that were given of some fields as stored, in the order of the schema; see `encode`."""
+        """The values of `fields` that `given` has, as stored, in the order of `fields`; see `encode`."""
         columns = {}
         try:
             for name, field in fields.items():
@@ -355,11 +373,11 @@ class Schema:
         return columns
 
     def encode(self, name: str, value: Any, lead: int, where: str = "", hint: str = "") -> Array:
-        """The values of a field as stored, (*lead dimensions, *field). Raises SchemaError naming the field."""
+        """The values of a field as stored, (*lead dimensions, *field). Raises SchemaError that names the field."""
         return self.encode_all({name: self.all[name]}, {name: value}, lead, where, hint)[name]
 
     def require(self, names: Iterable[str], where: str, among: Collection[str] | None = None) -> tuple[str, ...]:
-        """`names` with groups expanded to their fields. Raises SchemaError naming the closest one for an unknown."""
+        """`names` with groups expanded to their fields. Raises SchemaError, naming the closest, for an unknown one."""
         choices = self.all if among is None else among
         if type(names) is tuple and len({*names}) == len(names) and all([name in choices for name in names]):
             return names
@@ -372,13 +390,13 @@ class Schema:
         return tuple(dict.fromkeys(fields))
 
     def require_fields(self, names: Iterable[str], where: str, among: Collection[str]) -> None:
-        """Raise SchemaError, which names the closest one, unless all are among some."""
+        """Raise SchemaError, with the closest name of `among`, unless all `names` are among these."""
         for name in names:
             if name not in among:
                 raise self.unknown(name, where, among)
 
     def unknown(self, name: object, where: str, known: Iterable[str] | None = None, other: str = "") -> SchemaError:
-        """The error for a name that was not declared; `other` is the option that takes fields of the other kind."""
+        """The error for a name that is not among `known`; `other`: the option that takes fields of the other kind."""
         names = list(self.all if known is None else known)
         listed = ", ".join(names) or "none"
         what = f"which was not declared here; {did_you_mean(name, names) or f'declared are {listed}'}"
@@ -395,7 +413,7 @@ class Schema:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names back into nested dicts."""
+    """Nested dicts of a dict that has dotted names."""
     if not any("." in name for name in flat):
         return dict(flat)
     out: dict[str, Any] = {}
@@ -409,7 +427,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts, such as a batch, or the groups of an HDF5 file, as one dict of dotted names."""
+    """A flat dict of dotted names from nested dicts, such as a batch or the groups of an HDF5 file."""
     out: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{prefix}{name}"
@@ -418,7 +436,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _without_padding(name: str, padded: Any, lengths: Any) -> Array:
-    """(…) lists, each an array of its own, out of an array (…, L, *members) and their lengths (…)."""
+    """The lists of an array (…, L, *member), cut to their lengths (…): objects (…), each the array of one list."""
     values, counts = to_numpy(padded), to_numpy(lengths)
     lead = counts.ndim
     if (
@@ -456,7 +474,7 @@ def _parse_shape(shape: Any) -> tuple[int, ...]:
 
 
 def declared(where: str, declaration: Any, example: object = "float") -> Mapping[str, Any]:
-    """The declaration that was given. Raises SchemaError unless it is a dict."""
+    """`declaration` itself. Raises SchemaError unless it is a dict."""
     if not isinstance(declaration, Mapping):
         like = f"such as {{'reward': {example!r}}}"
         raise SchemaError(f"{where}: got {declaration!r}, expected a dict by name, {like}{_of_space(declaration)}")
@@ -464,7 +482,7 @@ def declared(where: str, declaration: Any, example: object = "float") -> Mapping
 
 
 def _of_space(declaration: Any) -> str:
-    """The way to declare the fields of a space of Gymnasium, for an error; "" where the declaration is none."""
+    """For an error: how to declare the fields of a Gymnasium space; "" if the declaration is no space."""
     if not all(hasattr(declaration, name) for name in ("contains", "sample", "seed", "dtype")):
         return ""
     return (
