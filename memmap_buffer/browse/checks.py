@@ -1,4 +1,4 @@
-"""Checks before a long training: statistics, entries that never change, NaN, episodes of one action."""
+"""Checks before a long training: statistics, entries that never change, NaN, episodes in which a field is constant."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from memmap_buffer.episode_columns import column_of_objects, places_of
 from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, StaleEpisodeError
 from memmap_buffer.schema import flatten
 
-ENTRIES = 32  # of a field that are listed
+ENTRIES = 32  # of a field: so many are listed at most
 CHUNK_BYTES = 1 << 24
 
 
 class Checks:
-    """Checks of all episodes by a thread, begun when they are first asked for.
+    """Checks of all episodes, made by a thread that the first `report` starts.
 
-    Two columns of the list tell of each episode which fields hold NaN or an infinity, `nan`, and which never change
-    in it, `constant`.
+    They add two columns to the list: `nan`, the fields of an episode that hold NaN or an infinity, and `constant`, the
+    fields that never change in the episode.
 
     Args:
         episodes: the list, which gets the columns.
-        names: of the fields of numbers that are checked.
+        names: the fields of numbers to check.
     """
 
     def __init__(self, episodes: EpisodeList, names: list[str]) -> None:
         self._episodes, self._names = episodes, names
         self._failure = ""
         self._checked: Array = np.zeros((0, episodes.names.shape[1]), np.int64)
-        self._odd: dict[str, list[tuple[str, ...]]] = {"nan": [], "constant": []}  # of those that were checked
+        self._odd: dict[str, list[tuple[str, ...]]] = {"nan": [], "constant": []}  # one value for each of `_checked`
         self._rows: list[dict[str, Any]] = []
         self._dead: list[dict[str, Any]] = []
         self._turn = threading.Lock()
@@ -46,9 +46,11 @@ class Checks:
             self._thread.join()
 
     def report(self) -> dict[str, Any]:
-        """The findings so far: `rows` of statistics, `dead` entries, and in how many episodes which field is odd.
+        """The findings so far; starts the thread if there are episodes to check and it does not run.
 
-        Episodes that came since are checked, too: `checked` of `total`, and `done` where there are no more.
+        Returns:
+            `rows` of statistics; `dead` entries, which never change; `odd`: column -> field -> in how many episodes the
+            column has this field; `checked` of `total` episodes; `done`, whether no thread runs; and its `failure`.
         """
         columns = self._episodes.columns
         with self._turn:
@@ -95,7 +97,7 @@ class Checks:
         self._rows, self._dead = rows, dead_entries
 
     def _check_each(self) -> None:
-        """Check the episodes that were not yet, and add the two columns."""
+        """Check the episodes that are not checked yet, and add the two columns."""
         buffer, names = self._episodes.buffer, self._unchecked()
         width = sum(buffer.schema.fields[name].itemsize for name in self._names)
         size = max(1, CHUNK_BYTES // max(1, buffer.max_timesteps * width))
@@ -114,7 +116,7 @@ class Checks:
         self._episodes.add_columns(self._checked[order], columns)
 
     def _read(self, names: Array) -> tuple[Array, dict[str, Array]]:
-        """The fields of some episodes, and which of them are still there."""
+        """(the names of the episodes that are still there, their fields)."""
         while len(names):
             try:
                 data = self._episodes.buffer.batch(names, fields=self._names, include_metadata=False, format="numpy")
@@ -127,7 +129,7 @@ class Checks:
 
 
 def _flags(values: Array, lengths: Array) -> tuple[Array, Array]:
-    """(n,) whether each episode holds what is no number; (n,) whether nothing changes in it."""
+    """(n,) whether each episode holds a NaN or an infinity; (n,) whether it has several steps, all of them equal."""
     flat = values.reshape(*values.shape[:2], -1)
     there = (np.arange(flat.shape[1]) < lengths[:, None])[:, :, None]
     bad = ~np.isfinite(flat) & there if flat.dtype.kind == "f" else np.zeros(flat.shape, np.bool_)

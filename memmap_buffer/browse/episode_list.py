@@ -1,6 +1,7 @@
-"""The table of all episodes, which follows what is published and marked: filtered, sorted and cut into pages here.
+"""The table of all episodes, kept up to date with the buffer and its marks.
 
-The page of the browser never holds all rows. An episode is named by its serial, in a root by its shard's number, too.
+It is filtered, sorted and cut into pages here, so the browser never holds all rows. The name of an episode is its
+serial; in a root of shards it is the shard's number and the serial.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from memmap_buffer.errors import MemmapBufferError, SchemaError
 if TYPE_CHECKING:
     from memmap_buffer import ConcatBuffer, ReplayBuffer
 
-LOOK_SECONDS = 0.5  # between two looks at what was published
+LOOK_SECONDS = 0.5  # between two looks at the buffer and its marks
 BINS = 24  # bars of a histogram
 TRIES = 3
 RESERVED = ("mark", "note", "published", "nan", "constant")
 
 
 class EpisodeList:
-    """The episodes of a buffer as columns: those of `EpisodeColumns`, `mark` and `note`, and what is added.
+    """The episodes of a buffer as columns: those of `EpisodeColumns`, `published`, `mark`, `note`, and others added.
 
-    Returns and ends are added by a thread, newest first.
+    A thread adds returns and ends, the newest episodes first.
 
     Args:
-        buffer: the source.
-        reward: a field of one number a step, whose sum is the return.
-        marks: the file of the marks; "" for that of each folder; None: there are none.
+        buffer: the buffer whose episodes are listed.
+        reward: the field of one number a step whose sum is the return.
+        marks: the file of the marks; "" for the file in each folder; None: there are no marks.
     """
 
     def __init__(self, buffer: ReplayBuffer | ConcatBuffer, reward: str = "reward", marks: str | None = None) -> None:
@@ -71,7 +72,7 @@ class EpisodeList:
 
     @property
     def columns(self) -> dict[str, Array]:
-        """Name -> (episodes,), as they are now."""
+        """Name -> (episodes,), of the buffer as it was at most `LOOK_SECONDS` ago."""
         with self._turn:
             if self._tags is None or time.monotonic() - self._looked > LOOK_SECONDS:
                 self._look()
@@ -79,13 +80,13 @@ class EpisodeList:
             return self._table.columns | self._tags
 
     def look_again(self) -> int:
-        """The version after a look at what was published and marked."""
+        """Look at the buffer and its marks now. Returns the version of the columns."""
         with self._turn:
             self._look()
             return self.version
 
     def add_columns(self, names: Array, columns: dict[str, Array]) -> None:
-        """Columns of objects, tuples of labels; of episodes that come later they are empty."""
+        """Add columns, tuples of labels for each episode in `names`; for other episodes the tuples are empty."""
         with self._turn:
             self._added = names, columns
             self._look()
@@ -105,7 +106,7 @@ class EpisodeList:
         return {name: values[order] for name, values in table.items()}
 
     def page(self, where: Iterable[str], sort: str | None, reverse: bool, number: int, size: int) -> dict[str, Any]:
-        """A page of the rows as JSON can hold it, each with its name as `_id`; the first is 1."""
+        """Page `number`, from 1, of the rows, as JSON can hold them; each row has its episode's name as `_id`."""
         table = self.rows(where, sort, reverse)
         count, begin = len(table["serial"]), (max(1, number) - 1) * size
         part = {name: values[begin : begin + size].tolist() for name, values in table.items()}
@@ -116,7 +117,7 @@ class EpisodeList:
         return {"data": rows, "last_page": pages, "last_row": count, "total": len(self.names)}
 
     def histograms(self, where: Iterable[str] = ()) -> dict[str, tuple[list[int], list[float]]]:
-        """Of each column of numbers: how many episodes lie in each of equal parts of its range, and their edges."""
+        """Column of numbers -> (how many episodes lie in each of equal parts of its range, the edges of the parts)."""
         out = {}
         for name, values in matching(self.columns, where).items():
             numbers = values[np.isfinite(values)] if values.dtype.kind in "iuf" else values[:0]
@@ -129,7 +130,7 @@ class EpisodeList:
         """The name of an episode from its text, such as "12", or "3-12" in a root.
 
         Raises:
-            SchemaError: it is none.
+            SchemaError: the text is no name of an episode.
         """
         numbers = text.split("-")
         if len(numbers) != self.names.shape[1] or not all(n.isdecimal() and len(n) < 19 for n in numbers):
@@ -137,7 +138,7 @@ class EpisodeList:
         return tuple(map(int, numbers))
 
     def _look(self) -> None:
-        """Look at what was published and marked. After an error nothing is known until a look succeeds."""
+        """Look at the buffer and its marks. After an error `_tags` is None, so `columns` looks again."""
         self._looked = time.monotonic()
         before, self._tags = self._tags, None
         changed = self._table.follow()
@@ -151,7 +152,7 @@ class EpisodeList:
         for _ in range(TRIES):
             serials, times = self.buffer.serials, self.buffer.episode_times
             if not np.array_equal(serials, self.buffer.serials):
-                continue  # others came meanwhile
+                continue  # episodes came or went between the calls
             if self.names.shape[1] == 1:
                 place, is_there = places_of(self.names, serials[:, None])
                 return np.where(is_there, times[place], 0) if len(times) else np.zeros(len(self.names), np.int64)
@@ -166,7 +167,7 @@ class EpisodeList:
         return tags_of(self.buffer, self.names, self.marks or None)
 
     def _others(self) -> dict[str, Array]:
-        """The columns that were added, of the episodes that there are now."""
+        """The columns of `add_columns`, for the episodes that are in the table now."""
         place, is_there = places_of(self.names, self._added[0])
         pairs = [*zip(place.tolist(), is_there.tolist(), strict=True)]
         return {
@@ -184,9 +185,9 @@ class EpisodeList:
                 with self._turn:
                     if data is not None and self._table.add(names, data):
                         self.version, added = self.version + 1, True
-                    elif len(names):  # some are gone, or have become longer
+                    elif len(names):  # some of these episodes are gone, or have become longer
                         self._look()
-            except (MemmapBufferError, OSError):  # as where a file is damaged, or a server does not answer: once more
+            except (MemmapBufferError, OSError):  # a damaged file, a server that does not answer: tried again later
                 pass
             if not added:
                 self._closed.wait(LOOK_SECONDS)

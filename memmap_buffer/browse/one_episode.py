@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 SMALL = 256  # pixels a side up to which a frame is sent as PNG, exactly
 LARGE = 2048  # pixels a side beyond which a frame is made smaller
 MAX_RATE = 1000.0
-FEW = 16  # entries of a field that are told at a step
+FEW = 16  # entries of a field that are shown at a step
 
 
 class EpisodeReader:
     """Parts of single episodes, as the page shows them. An episode is named by (serial,), in a root by (shard, serial).
 
-    Every method raises StaleEpisodeError where the episode is gone, and SchemaError for a field of another kind.
+    Every method raises StaleEpisodeError if the episode is gone, and SchemaError for a field of another kind.
 
     Args:
-        buffer: the source.
+        buffer: the buffer that has the episodes.
 
     Attributes:
         kinds: how each field is shown: as "image", as "curve", or as "value" at the cursor alone.
@@ -46,7 +46,7 @@ class EpisodeReader:
             self.kinds[name] = "image" if is_image(field) else "curve" if drawn else "value"
 
     def facts(self, episode: tuple[int, ...]) -> dict[str, Any]:
-        """How many steps it has, and whether a final observation behind them."""
+        """The `length` of an episode in steps, and whether it has a `final` observation behind them."""
         whole = self._whole(episode, view=Trajectory((), final_observation=True))
         return {"length": int(whole["_lens"][0]), "final": bool(whole["_has_final"][0])}
 
@@ -60,8 +60,8 @@ class EpisodeReader:
             name: of the field.
             begin: the first step.
             stop: the step after the last.
-            points: how many x values there may be, about.
-            total: the running sum instead.
+            points: about how many x values the curve may have.
+            total: whether to give the running sum instead of the values.
 
         Returns:
             `x`: steps, and `lines`: a list of values for each entry of the field, None where there is no number.
@@ -78,14 +78,14 @@ class EpisodeReader:
         return {"x": (x + begin).tolist(), "lines": [[None if v != v else v for v in line] for line in shown]}
 
     def frame(self, episode: tuple[int, ...], name: str, t: int, size: int, final: bool) -> tuple[bytes, str]:
-        """A frame, and its media type.
+        """A frame as the bytes of an image file, and its media type.
 
         Args:
             episode: its name.
             name: of the field.
             t: the step; -1 is the last.
             size: pixels a side at most.
-            final: the observation after this step, which is the last.
+            final: whether to show the final observation, which follows the last step, instead.
         """
         with extra("browse"):
             from PIL import Image
@@ -102,7 +102,7 @@ class EpisodeReader:
         return out.getvalue(), "image/png" if exact else "image/jpeg"
 
     def values(self, episode: tuple[int, ...], t: int, final: bool) -> dict[str, str]:
-        """Field -> its value at a step as text, but for images; of the final observation only what it has."""
+        """Field -> its value at a step as text, but for images; with `final` only fields with a final observation."""
         fields = self.buffer.schema.fields
         names = [name for name, kind in self.kinds.items() if kind != "image" and (fields[name].final or not final)]
         data = self._step(episode, t, names, final)
@@ -120,7 +120,7 @@ class EpisodeReader:
         return flatten(self.buffer.batch(np.array([episode]), include_metadata=False, format="numpy", **options))
 
     def _step(self, episode: tuple[int, ...], t: int, names: Sequence[str], final: bool) -> dict[str, Array]:
-        """(1, *field) of some fields at a step, or after it."""
+        """Field -> (1, *field) at a step, or with `final` after it."""
         at: dict[str, Any] = {"indices": np.array([[*episode, t]]), "include_metadata": False, "format": "numpy"}
         if not final:
             return flatten(self.buffer.batch(**at, timestep_level=True, fields=names))
@@ -133,7 +133,7 @@ class EpisodeReader:
 
 
 def recorded_rate(buffer: ReplayBuffer | ConcatBuffer) -> float | None:
-    """The steps a second of a data set that was imported, where it told them."""
+    """The steps a second of an imported LeRobot data set, as it states them; None if it does not, or there is none."""
     for folder in getattr(buffer, "folders", None) or [buffer.folder]:  # type: ignore[union-attr]
         with suppress(OSError, ValueError, KeyError, TypeError):
             rate = float(json.loads((folder / "extra" / "lerobot.json").read_bytes())["fps"])
@@ -142,11 +142,11 @@ def recorded_rate(buffer: ReplayBuffer | ConcatBuffer) -> float | None:
 
 
 def thinned(lines: Array, points: int) -> tuple[Array, Array]:
-    """Lines by fewer points: of each of equal parts of the steps its lowest and its highest value, so no peak is lost.
+    """Lines with fewer points: the lowest and highest value of each of equal parts of the steps, so no peak is lost.
 
     Args:
         lines: (T, K).
-        points: at most so many, but two at least.
+        points: the most points of a line; two at least are given.
 
     Returns:
         (P,) steps, (P, K) values.

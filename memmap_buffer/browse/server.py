@@ -1,4 +1,4 @@
-"""The server of the page: what it may be asked for, who may ask, and how it is started.
+"""The server of the browser's page: its answers, who may ask for them, and how it is started.
 
 The address holds a random token, which every request must have as the first part of its path. `Host` must be the
 server's own, and so `Origin`, where there is one: neither a page of another site nor a name that was bound to this
@@ -65,12 +65,12 @@ class Page:
     """The page of a buffer, served by a thread until `close`, which `with` calls.
 
     Args:
-        buffer: the source.
+        buffer: the buffer whose episodes are shown.
         title: of the page.
-        places: the paths or URLs of the folders, by number, of a single one by "".
+        places: gives the path or URL of each folder by its number; of a single folder by "".
         reward: the field whose sum is the return.
-        rate: steps a second; None: as an import kept them, else 10.
-        marks: the file of the marks; "" for that of each folder; None: there are none.
+        rate: steps a second at which frames are played; None: the rate that an import stored, else 10.
+        marks: the file of the marks; "" for the file in each folder; None: there are no marks.
         host: the address to listen at.
         port: the port; 0 for any.
 
@@ -114,14 +114,14 @@ class Page:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the server ends, or KeyboardInterrupt."""
+        """Wait until the server ends, or KeyboardInterrupt comes."""
         self._thread.join()
 
     def close(self) -> None:
         """End the server."""
         self._server.should_exit = True
         self._thread.join()
-        with suppress(OSError):  # a process that was forked meanwhile has it, too, and would answer nobody
+        with suppress(OSError):  # a forked child has this socket, too: it would accept connections and answer none
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self._answers.close()
@@ -147,8 +147,8 @@ class Guard:
     Args:
         app: an ASGI application.
         token: the secret.
-        hosts: what `Host` may be.
-        by_address: whether it may be any address in numbers, too, which no other site's name can be.
+        hosts: the values that `Host` may have.
+        by_address: whether `Host` may also be any numeric address, which the name of another site cannot be.
     """
 
     def __init__(self, app: Any, token: str, hosts: set[str], by_address: bool = False) -> None:
@@ -169,7 +169,7 @@ class Guard:
 
 
 def _is_address(host: str) -> bool:
-    """Whether a host is an address in numbers, and a port."""
+    """Whether a value of `Host` is a numeric address with a port."""
     import ipaddress
 
     try:
@@ -191,7 +191,7 @@ def _adding_headers(send: Any) -> Any:
 
 
 class Answers:
-    """The answers to what the page asks for; arguments as for `Page`."""
+    """The answers to the requests of the page; arguments as for `Page`."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class Answers:
         return _json({**facts, "rate": self.rate, "places": places, "marks": self.list.marks is not None})
 
     def version(self, request: Request) -> Response:
-        total = len(self.list.columns["serial"])  # looks at what was published
+        total = len(self.list.columns["serial"])  # `columns` looks at the buffer
         return _json({"version": self.list.version, "progress": self.list.progress, "total": total})
 
     def episodes(self, request: Request) -> Response:
@@ -311,7 +311,7 @@ def _where(request: Request) -> list[str]:
 
 
 def _answering(answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """An answer, or what was wrong with the question."""
+    """An endpoint that gives an answer, or the text of its error: 410 if the episode is gone, 400 or 503 for others."""
 
     def endpoint(request: Request) -> Response:
         try:

@@ -1,9 +1,9 @@
-"""The names of memmap-replay-buffer, for code that was written for it: one import changes, and it runs.
+"""The names of memmap-replay-buffer, so that code written for that package runs after a change of one import.
 
     from memmap_replay_buffer import …   becomes   from memmap_buffer.memmap_replay_buffer import …
 
-`ReplayBuffer` here is the library's own, with what only that package's users look for. What differs from the package
-all the same, and why, stands in docs/migration.md. The dataset classes load torch, so they are found when asked for.
+`ReplayBuffer` here is the library's own with the habits of that package. docs/migration.md lists what differs all the
+same, and why. The dataset classes need torch, so they are imported on first use.
 
     buffer       ReplayBuffer, ConcatReplayBuffer: episodes that open by themselves
     columns      `data` and `meta_data`: arrays on the disk

@@ -1,4 +1,4 @@
-"""`ReplayBuffer` with the habits of memmap-replay-buffer: episodes open by themselves, and have arrays on the disk."""
+"""`ReplayBuffer` with the habits of memmap-replay-buffer: `store` opens episodes, and `data` has arrays on the disk."""
 
 from __future__ import annotations
 
@@ -38,40 +38,42 @@ log = logging.getLogger("memmap_buffer")
 
 
 class FolderMissingError(NotABufferError, AssertionError):
-    """There is no buffer to read; memmap-replay-buffer asserts that there is one."""
+    """There is no buffer to read; also an AssertionError, which memmap-replay-buffer raises."""
 
 
 class ConcatReadOnlyError(ReadOnlyError, NotImplementedError):
-    """A `ConcatReplayBuffer` only reads; memmap-replay-buffer has not implemented it."""
+    """A `ConcatReplayBuffer` only reads; also a NotImplementedError, which memmap-replay-buffer raises."""
 
 
 class ReplayBuffer(memmap_buffer.ReplayBuffer):
     """A buffer with the habits of memmap-replay-buffer.
 
-    - `store` and `store_batch` open an episode where none is open; `advance_episode` publishes it, and so does `close`.
-    - A field that is left out, and has no default, is zeros.
-    - No field ends an episode: one goes on behind `terminated`, and n-step items need a successor, as there.
-    - `data` and `meta_data` are arrays on the disk. An array names episodes by serial there, and in `update`.
+    - `store` and `store_batch` open an episode if none is open; `advance_episode` publishes it, and so does `close`.
+    - A field without a default is stored as zeros where a step leaves it out.
+    - By default no field ends an episode: an episode goes on after `terminated`, and n-step items need a successor, as
+      in that package.
+    - `data` and `meta_data` are arrays on the disk. In their indices, and in `update`, an array names episodes by
+      serial.
 
     Args:
         folder: as for `memmap_buffer.ReplayBuffer`.
-        max_episodes: likewise.
-        max_timesteps: likewise.
-        fields: likewise.
-        meta_fields: likewise.
-        circular: likewise.
-        overwrite: likewise: False is the default here.
-        read_only: likewise.
-        flush_every_store_step: accepted and without effect.
-        terminated: likewise, but None is the default.
-        truncated: likewise.
+        max_episodes: as for `memmap_buffer.ReplayBuffer`.
+        max_timesteps: as for `memmap_buffer.ReplayBuffer`.
+        fields: as for `memmap_buffer.ReplayBuffer`.
+        meta_fields: as for `memmap_buffer.ReplayBuffer`.
+        circular: as for `memmap_buffer.ReplayBuffer`.
+        overwrite: as for `memmap_buffer.ReplayBuffer`: False by default, unlike in memmap-replay-buffer.
+        read_only: as for `memmap_buffer.ReplayBuffer`.
+        flush_every_store_step: accepted, without effect.
+        terminated: as for `memmap_buffer.ReplayBuffer`, but None by default.
+        truncated: as for `memmap_buffer.ReplayBuffer`, but None by default.
         options: any other argument of `memmap_buffer.ReplayBuffer`.
     """
 
-    _own: dict[int, Episode | EpisodeGroup]  # what `store` and `store_batch` opened, by thread
-    _asked: dict[int, int]  # how many episodes a batch was to have, by thread
-    _ahead: WeakKeyDictionary[Episode, dict[str, Array]]  # assigned before it is stored
-    _zeros_of: tuple[Schema | None, dict[str, Array]]  # a schema and its zeros
+    _own: dict[int, Episode | EpisodeGroup]  # thread -> the episode or the batch that `store` or `store_batch` opened
+    _asked: dict[int, int]  # thread -> how many episodes its batch was to have, of which fewer may fit
+    _ahead: WeakKeyDictionary[Episode, dict[str, Array]]  # values assigned to its next timestep before that is stored
+    _zeros_of: tuple[Schema | None, dict[str, Array]]  # `_zeros`, and the schema that they belong to
 
     def __init__(
         self,
@@ -95,14 +97,14 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         except NotABufferError as error:
             raise FolderMissingError(str(error), **error.named) from error
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:  # however it is opened
+    def __new__(cls, *args: Any, **options: Any) -> Self:  # runs for every way to open a buffer
         self = super().__new__(cls)
         self._own, self._asked, self._ahead, self._zeros_of = {}, {}, WeakKeyDictionary(), (None, {})
         return self
 
     @property
     def _zeros(self) -> dict[str, Array]:
-        """The fields without a default that may be left out -> their zeros."""
+        """Name -> zeros, for the fields without a default and outside of groups, which a step may leave out."""
         schema, (earlier, zeros) = self.schema, self._zeros_of
         if schema is not earlier:
             zeros = {
@@ -119,7 +121,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
     def episode_index(self) -> int:
         """The position of the open episode, or of the next one: `num_episodes` modulo `max_episodes`.
 
-        So `(episode_index - 1) % max_episodes` is the newest episode, in a full ring, too.
+        So `(episode_index - 1) % max_episodes` is the newest episode, also in a full ring.
         """
         index = EpisodeIndex(self.num_episodes % self.max_episodes)
         opened = self._opened()
@@ -130,18 +132,18 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
 
     @property
     def timestep_index(self) -> int:
-        """How many timesteps the open episode has; 0 where none is open."""
+        """How many timesteps the open episode has; 0 if none is open."""
         opened = self._opened()
         return opened[0].length if opened else 0
 
     @property
     def is_new_episode(self) -> bool:
-        """Whether no timestep of an open episode is stored."""
+        """Whether the next timestep is the first of its episode: the open one is empty, or none is open."""
         return self.timestep_index == 0
 
     @property
     def open_episodes(self) -> list[Episode | EpisodeGroup]:
-        """As of `memmap_buffer.ReplayBuffer`; the batch that `store_batch` opened alone, outside of a block."""
+        """As of `memmap_buffer.ReplayBuffer`; outside of a `with` block only the batch that `store_batch` opened."""
         opened, own = super().open_episodes, self._own.get(get_ident())
         if not isinstance(own, EpisodeGroup) or own.state != "open" or not own.episodes[0].writer.holds:
             return opened
@@ -149,16 +151,16 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         return opened if entered else [own]
 
     def _opened(self) -> list[Episode]:
-        """The episode that `store` stores to, or those of `store_batch`."""
+        """The open episode as a list, or the episodes of the open batch; [] if none is open, or several are."""
         opened = self.open_episodes
         if len(opened) != 1:
             return []
         return opened[0].episodes if isinstance(opened[0], EpisodeGroup) else [opened[0]]
 
     def _open_at(self, position: int | np.integer[Any]) -> Episode | None:
-        """The open episode that is meant by what `episode_index` gave, or by a position behind the newest.
+        """The open episode at a position that `episode_index` gave, or that lies behind the newest episode; else None.
 
-        One that is written in place is none: its timesteps are on the disk.
+        None, too, for an episode that is written in place: its timesteps are on the disk already.
         """
         opened = [episode for episode in self._opened() if episode.staged]
         if isinstance(position, EpisodeIndex):
@@ -169,7 +171,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
     # Writing
 
     def store(self, **step: Any) -> Any:
-        """As of `memmap_buffer.ReplayBuffer`; opens an episode where none is open.
+        """As of `memmap_buffer.ReplayBuffer`; opens an episode if none is open.
 
         Args:
             step: field -> (*field); a field that is left out, or None, gets its default, else zeros.
@@ -187,10 +189,10 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         return episode.store(**{**self._zeros, **ahead, **values})
 
     def store_batch(self, **batch: Any) -> None:
-        """As of `memmap_buffer.ReplayBuffer`; opens episodes where no batch is open.
+        """As of `memmap_buffer.ReplayBuffer`; opens episodes if no batch is open.
 
-        Where a buffer that is not circular has room for some of them only, the first ones are stored, and the log says
-        so.
+        If a buffer that is not circular has room for only some of the B episodes, the first of them are stored, and the
+        log says so.
 
         Args:
             batch: field -> (B, *field); a field that is left out gets its default, else zeros.
@@ -198,7 +200,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         self._in_batch("store_batch", batch, lambda group, values: group.store(**self._completed(group, values)))
 
     def store_meta_batch(self, **meta_batch: Any) -> None:
-        """As of `memmap_buffer.ReplayBuffer`; opens episodes where no batch is open.
+        """As of `memmap_buffer.ReplayBuffer`; opens episodes if no batch is open.
 
         Args:
             meta_batch: meta field -> (B, *field).
@@ -208,7 +210,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
     def _in_batch(
         self, what: str, batch: dict[str, Any], store: Callable[[EpisodeGroup, dict[str, Any]], None]
     ) -> None:
-        """Give a batch to the open episodes, or to new ones, which go again where they do not take it."""
+        """Pass a batch to the open episodes. Opens new ones if none are open, and drops these if `store` raises."""
         if not batch:
             raise SchemaError(f"{what}: no data was given; pass field=values")
         arrays = {name: to_numpy(value) for name, value in batch.items() if value is not None}
@@ -249,7 +251,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
             return self.begin_batch(1)
 
     def _completed(self, group: EpisodeGroup, values: dict[str, Any]) -> dict[str, Any]:
-        """A batch with what was assigned ahead, and zeros."""
+        """The values of a batch; for fields without one the values that were assigned ahead, else zeros."""
         ahead = [self._ahead.pop(episode, {}) for episode in group.episodes] if self._ahead else []
         zeros = {name: np.broadcast_to(zero, (len(group), *zero.shape)) for name, zero in self._zeros.items()}
         for name in {name for row in ahead for name in row}:
@@ -261,7 +263,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         """As of `memmap_buffer.ReplayBuffer`.
 
         Args:
-            arrays: as there; a field that is left out gets its default, else zeros.
+            arrays: as for `memmap_buffer.ReplayBuffer`; a field that is left out gets its default, else zeros.
         """
         values = {name: value for name, value in arrays.items() if value is not None}
         columns = [to_numpy(value) for name, value in values.items() if name in self.schema.fields]
@@ -271,15 +273,16 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         super().store_episode(**values)
 
     def advance_episode(self, batch_size: int = 1) -> None:
-        """Publish what `store` or `store_batch` opened; the next one opens another.
+        """Publish the open episode or batch of episodes; the next `store` or `store_batch` opens another.
 
-        Episodes without a timestep are dropped, where there are several; a single one stays open.
+        A single episode without a timestep stays open; the episodes of a batch without one are dropped.
 
         Args:
             batch_size: how many episodes are open.
 
         Raises:
-            SchemaError: it is another number.
+            SchemaError: another number of episodes is open.
+            EpisodeStateError: several episodes are open that are no batch.
         """
         episodes = self.open_episodes
         if not episodes:
@@ -296,14 +299,14 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
             self._asked.pop(get_ident(), None)
 
     def clear(self) -> None:
-        """Remove every episode, and drop what `store` and `store_batch` opened."""
+        """Remove every episode, and drop the open ones that `store` and `store_batch` opened."""
         self._end_own(lambda episode: episode.abort())
         super().clear()
 
     reset_ = clear
 
     def close(self) -> None:
-        """As of `memmap_buffer.ReplayBuffer`; what `store` and `store_batch` opened is published, as cut short."""
+        """As of `memmap_buffer.ReplayBuffer`; publishes the episodes that `store` opened, as cut short."""
         with self.turn:
             try:
                 self._end_own(lambda episode: episode.publish(cut=True))
@@ -324,8 +327,11 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         """As of `memmap_buffer.ReplayBuffer`; an array or a list names episodes by serial, as `_index` of a batch does.
 
         Args:
-            indices: a position, a slice of them, serials, or None for all.
-            data: as there.
+            indices: a position, a slice of positions, an array or a list of serials, or None for all episodes.
+            data: as for `memmap_buffer.ReplayBuffer`.
+
+        Raises:
+            EpisodeIndexError: no visible episode has one of the serials.
         """
         if indices is None or isinstance(indices, slice | int | np.integer):
             super().update(indices, **data)
@@ -340,10 +346,10 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
             super().update(np.searchsorted(serials, wanted), **data)
 
     def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
-        """As of `memmap_buffer.ReplayBuffer`, of the open episode, too.
+        """As of `memmap_buffer.ReplayBuffer`; also for the open episode.
 
         Args:
-            episode_index: its position.
+            episode_index: the position of the episode.
             timestep_index: the timestep.
             name: the field.
             datapoint: (*field).
@@ -354,10 +360,10 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
             self._column(name, self.fieldnames)[episode_index, timestep_index] = datapoint
 
     def store_meta_datapoint(self, episode_index: int, name: str, datapoint: Any) -> None:
-        """As of `memmap_buffer.ReplayBuffer`, of the open episode, too.
+        """As of `memmap_buffer.ReplayBuffer`; also for the open episode.
 
         Args:
-            episode_index: its position.
+            episode_index: the position of the episode.
             name: the meta field.
             datapoint: (*field).
         """
@@ -383,7 +389,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         return Column(self, name)
 
     def _of_serials(self, serials: Sequence[int], name: str) -> dict[str, Array]:
-        """A field or meta field of episodes, as `episodes` gives it."""
+        """A field or meta field of the episodes of these serials, as `episodes` gives it. Raises EpisodeIndexError."""
         meta = name in self.meta_fieldnames
         fields = () if meta else (name,)
         while True:
@@ -391,7 +397,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
             data = self.episodes(positions, fields=fields, include_metadata=meta, return_indices=True)
             if np.array_equal(data["_index"], serials):
                 return data
-            gone = set(serials) - set(self.serials.tolist())  # another process writes
+            gone = set(serials) - set(self.serials.tolist())  # else positions moved between the two calls: once more
             if gone:
                 raise EpisodeIndexError(f"episode {min(gone)}: it is gone", serial=min(gone))
 
@@ -406,7 +412,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         return {name: field.shape for name, field in self.schema.meta_fields.items()}
 
     def dataset(self, **options: Any) -> EpisodeDataset:
-        """As of `memmap_buffer.ReplayBuffer`, an object of the dataset class of the options' level.
+        """As of `memmap_buffer.ReplayBuffer`; of the dataset class for the options, such as `ReplayDatasetNStep`.
 
         Args:
             options: those of `Options`.
@@ -418,11 +424,11 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
     # Films
 
     def image_fields(self) -> list[str]:
-        """The fields of at least two dimensions."""
+        """The names of the fields of at least two dimensions."""
         return [name for name, shape in self.shapes.items() if len(shape) >= 2]
 
     def default_image_field(self) -> str:
-        """The only one of them. Raises SchemaError where there is none, or several."""
+        """The only name in `image_fields`. Raises SchemaError if there is none, or several."""
         names = self.image_fields()
         if len(names) != 1:
             some = f"multiple fields look like images, {', '.join(names)}" if names else "no field looks like images"
@@ -480,7 +486,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         """An `EpisodeCollector` of this buffer.
 
         Args:
-            num_groups: how many groups.
+            num_groups: how many groups step together, such as environments.
             fieldnames: the fields that are collected; default: all.
             meta_fieldnames: the meta fields that are collected; default: all.
             strict: whether an unknown name raises; otherwise it is collected, and not stored.
@@ -491,7 +497,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
 
 
 class ConcatReplayBuffer(ConcatBuffer):
-    """A `ConcatBuffer`; what would write raises NotImplementedError, too."""
+    """A `ConcatBuffer` whose methods that would write raise `ConcatReadOnlyError`, which is a NotImplementedError."""
 
     _refusal = ConcatReadOnlyError
 

@@ -19,7 +19,7 @@ class EpisodeCollector(Collector):
 
     Args:
         replay_buffer: the buffer to which the timesteps are stored.
-        num_groups: G.
+        num_groups: G, how many groups step together, such as environments.
         fieldnames: the fields that are collected; default: all.
         meta_fieldnames: the meta fields that are collected; default: all.
         strict: whether an unknown name raises; otherwise it is collected, and not stored.
@@ -39,8 +39,8 @@ class EpisodeCollector(Collector):
         """Append one timestep of every group.
 
         Args:
-            step: field -> (G, *field) or (G, 1, *field); meta field -> one value for all groups. A field that no
-                timestep has is stored as its default, else as zeros.
+            step: field -> (G, *field) or (G, 1, *field); meta field -> one value for all groups. A field that is given
+                at no timestep is stored as its default, else as zeros.
         """
         super().append(**{name: self._of_groups(name, value) for name, value in step.items()})
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EpisodeIndex(int):
-    """The position of an open episode, that of the oldest one in a full ring: it knows which of the two is meant.
+    """The position of an open episode. In a full ring the oldest episode has the same number; this means the open one.
 
     Attributes:
         episode: the open episode.
@@ -28,10 +28,10 @@ class EpisodeIndex(int):
 
 
 class Part(np.ndarray[Any, Any]):
-    """Values that were read from a `Column`: an assignment to them, or a computation in place, changes it, too."""
+    """Values that were read from a `Column`. Assigning to them, or computing in place, changes the column, too."""
 
-    _assign: Callable[[Any, Any], None] | None = None  # to what was read, where it changed
-    _whole: Any = None  # all that was read, of which this is a part
+    _assign: Callable[[Any, Any], None] | None = None  # takes new values of `_whole`, and a mask of those that changed
+    _whole: Any = None  # all values that were read; this array is a part of them
 
     def __array_finalize__(self, source: Any) -> None:
         self._assign, self._whole = getattr(source, "_assign", None), getattr(source, "_whole", None)
@@ -52,8 +52,8 @@ class Part(np.ndarray[Any, Any]):
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """Assign the values that change in the block, and no others: those may have changed on the disk meanwhile."""
-        if self._assign is None or not np.may_share_memory(self, self._whole):  # it is a copy of a part
+        """Assign the values that the block changes, and no others: these may have changed on the disk since."""
+        if self._assign is None or not np.may_share_memory(self, self._whole):  # a copy does not change the column
             yield
             return
         before, now = self._whole.copy(), self._whole
@@ -64,10 +64,10 @@ class Part(np.ndarray[Any, Any]):
 class Column:
     """A field of all episodes, (episodes, max_timesteps, *field), or a meta field, (episodes, *field), on the disk.
 
-    What is assigned by an index is written as by `update`, each episode at once or not at all; and so is what is
-    assigned to an array that was read by one. Timesteps behind an episode's end read as the default, else as zeros, and
-    are not kept. The first index names episodes: a whole number, a slice or a mask by position, 0 the oldest, and an
-    array of numbers by serial, as `_index` of a batch does. The open episode is at `episode_index`.
+    An assignment by an index is written as by `update`, each episode at once or not at all; so is an assignment to an
+    array that an index gave. Timesteps behind an episode's end read as the default, else as zeros; values assigned to
+    them are not kept. The first index names episodes: a whole number, a slice or a mask by position, 0 the oldest, and
+    an array of numbers by serial, as `_index` of a batch does. The open episode is at `episode_index`.
 
     Args:
         buffer: the buffer.
@@ -119,10 +119,10 @@ class Column:
 
     def _assign(self, episodes: list[Episode | int], key: tuple[Any, ...], value: Any, where: Any = True) -> None:
         array = to_numpy(value)
-        plain = Field(self._field.dtype, ()).encode(array, lead=array.ndim)  # refuses what is lossy
+        plain = Field(self._field.dtype, ()).encode(array, lead=array.ndim)  # refuses a lossy cast
         values = decode(plain, self._field.dtype)
         with self._buffer.turn:
-            # A part may have been read while its episode was open.
+            # Values may have been read while their episode was open, and be assigned when it is published.
             episodes = [
                 episode if isinstance(episode, int) or episode.state == "open" else episode.serial
                 for episode in episodes
@@ -136,7 +136,7 @@ class Column:
             self._write(episodes, rows, ends)
 
     def _resolved(self, key: Any) -> tuple[list[Episode | int], tuple[Any, ...]]:
-        """The open episodes and the serials of the others that a key names, and the key among the rows of these."""
+        """(the episodes that a key names, an open episode or a serial each; the key for an array of their rows)."""
         first, *rest = key if isinstance(key, tuple) else (key,)
         serials = self._buffer.serials
         if isinstance(first, slice) or first is Ellipsis:
@@ -178,7 +178,7 @@ class Column:
         return int(serials[position])
 
     def _read(self, episodes: list[Episode | int]) -> tuple[Array, list[int]]:
-        """Rows (E, *row), and up to which timestep each can be assigned to."""
+        """(rows (E, *row) of the episodes; for each the number of timesteps that can be assigned to)."""
         rows = np.zeros((len(episodes), *self._row), self.dtype)  # pages that are not touched take no memory
         if any(self._fill.tobytes()):
             rows[...] = self._fill
@@ -194,7 +194,7 @@ class Column:
         return rows, ends
 
     def _staged(self, episode: Episode) -> tuple[Array, int]:
-        """The rows of an open episode, with what was assigned to the next one; or its value of a meta field."""
+        """(rows of an open episode and of its next timestep, their number); of a meta field (its value, 0)."""
         if self._meta:
             return decode(episode.meta[self._name], self._field.dtype), 0
         length, following = episode.length, self._buffer._ahead.get(episode, {})

@@ -1,4 +1,4 @@
-"""The dataset classes of memmap-replay-buffer, by its names: the library's dataset, one class for each level."""
+"""The dataset classes of memmap-replay-buffer, by its names: the library's dataset, with one class for each level."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ReplayDataset = ReplayDatasetTrajectory
 
 
 def kind_of(options: Mapping[str, Any]) -> type[ReplayDatasetTrajectory]:
-    """The class of the level that the options name; that of a view is `ReplayDatasetTrajectory`."""
+    """The class for the level that the options name; for a `view` it is `ReplayDatasetTrajectory`."""
     if options.get("n_steps") is not None:
         return ReplayDatasetNStep
     if options.get("window_length") is not None:

@@ -1,4 +1,4 @@
-"""Films of images, and pictures of films."""
+"""Films written from images, and single pictures that show a film's images."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def trajectory_to_video(frames: Any, path: AnyPath, fps: int = 30) -> Path:
         The path.
 
     Raises:
-        SchemaError: these are no images, or the path ends in something else.
+        SchemaError: the frames are no images, or the path ends in something else.
         ImportError: the extra `video` is not installed.
     """
     return write_video(path, to_numpy(frames), fps)
 
 
 def frames_to_sheet(frames: Any, rows: int = 2, columns: int = 5) -> Array:
-    """Images spread evenly over a film, in rows from left to right.
+    """A picture of images spread evenly over a film, in rows from left to right.
 
     Args:
         frames: as for `trajectory_to_video`.
