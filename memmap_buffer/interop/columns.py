@@ -1,4 +1,4 @@
-"""Columns: of episodes that come in, with the fields that can hold them, and of batches that go out. No I/O."""
+"""Columns of tables: fields that can hold the columns of imported episodes, and batches as columns. No I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memmap_buffer.adapters import Array, to_numpy
 IntArray: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 VIEW_OPTIONS = ("view", "n_steps", "timestep_level", "window_length")
-LENGTHS = "_lens_"  # in a batch, before the key of lists: how long they are
+LENGTHS = "_lens_"  # and the key of padded lists behind it: the key of their lengths in a batch
 POSITION = ("_source", "_serial", "_t")
 
 
@@ -68,12 +68,12 @@ class InferredFields:
 
 
 def dtype_of(field: Field) -> np.dtype[Any]:
-    """The dtype of a field's columns: of bfloat16 that of float32."""
+    """The dtype of a field's columns: float32 for bfloat16."""
     return np.dtype(np.float32) if field.dtype == "bfloat16" else field.entries
 
 
 def put(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
-    """Put a value into nested dicts, at a path of keys; groups that are missing are made."""
+    """Put a value into nested dicts at a path of keys; missing groups are made."""
     *groups, leaf = path
     for group in groups:
         tree = tree.setdefault(group, {})
@@ -81,22 +81,22 @@ def put(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
 
 
 def as_text(value: Any) -> Any:
-    """Bytes decoded from UTF-8; any other value as it is."""
+    """Bytes decoded from UTF-8; any other value unchanged."""
     return value.decode("utf-8") if isinstance(value, bytes) else value
 
 
 def with_final(where: str, column: Any, following: Any, first: int, remedy: str) -> Any:
-    """A column of an episode and its final entry, from files that hold what follows each step as well.
+    """A column of an episode with its final entry, (T + 1, …), from a file that also holds the entry after each step.
 
     Args:
         where: the place of `following`, for errors.
-        column: (T, …) at each step.
-        following: (T, …) after each step; NaN equals NaN.
+        column: (T, …), the entry at each step.
+        following: (T, …), the entry after each step.
         first: the number of the first step in the file, for errors.
         remedy: what to do about a difference, for errors.
 
     Raises:
-        SchemaError: what follows a step is not the entry of the next one.
+        SchemaError: the entry after a step is not the entry at the next one; NaN equals NaN.
     """
     here, after = column[1:], following[:-1]
     differ = here != after
@@ -110,11 +110,11 @@ def with_final(where: str, column: Any, following: Any, first: int, remedy: str)
 
 
 def equal_rows(columns: Mapping[str, Array], other: Mapping[str, Array]) -> BoolArray:
-    """(N,) where all `columns` have the same rows as those of `other`, to the last bit: NaN equals itself.
+    """(N,) bool, whether a row of all `columns` equals the row of `other` to the last bit: NaN equals itself.
 
     Args:
         columns: name -> (N, …).
-        other: these columns at least, of the same dtypes and shapes.
+        other: the same names at least, with the same dtypes and shapes.
     """
     count = len(next(iter(other.values()), ()))
     same = np.ones(count, np.bool_)
@@ -125,7 +125,7 @@ def equal_rows(columns: Mapping[str, Array], other: Mapping[str, Array]) -> Bool
 
 
 def _wider(dtype: str, other: str) -> Any:
-    """The dtype that holds both."""
+    """The dtype that holds the values of both. Raises SchemaError if none does."""
     if dtype.startswith("U") and other.startswith("U"):
         return max(dtype, other, key=lambda name: int(name[1:]))
     try:
@@ -143,11 +143,11 @@ def columns_of(
     lens: str = "_lens",
     has_final: str = "_has_final",
 ) -> dict[str, Any]:
-    """A batch as columns of a table: whole episodes without their padding, indices as numbers, named as `POSITION`.
+    """A batch as columns of a table: whole episodes without padding, indices as columns of numbers, see `POSITION`.
 
     Args:
         batch: dotted key -> tensor, array or list of texts.
-        finals: for whole episodes, key -> whether it includes the final observation.
+        finals: for whole episodes, key -> whether its column includes the final observation; None: no whole episodes.
         lens: the key of the episodes' lengths.
         has_final: the key of the flags of episodes that have a final observation.
     """
@@ -161,13 +161,19 @@ def columns_of(
     for key, stop in (("_indices", 3), ("_index", 2)):
         if key in columns:
             numbers = columns.pop(key)
-            numbers = numbers.reshape(len(numbers), -1)  # of one folder there is no `_source`
+            numbers = numbers.reshape(len(numbers), -1)  # a batch of a single folder has no `_source`
             columns = dict(zip(POSITION[stop - numbers.shape[1] : stop], numbers.T, strict=True)) | columns
     return columns
 
 
 def as_episode(schema: Schema, order: str | None, steps: Mapping[str, Any]) -> dict[str, Any]:
-    """The steps of an episode as one row."""
+    """The steps of an episode, in any order, as one row: field -> (1,) objects, meta field -> its first value.
+
+    Args:
+        schema: of the buffer.
+        order: the column by which steps are sorted; None: they are in order.
+        steps: column -> (n, …). If all final fields have columns "next_<field>", their last rows are the final entries.
+    """
     count = len(next(iter(steps.values())))
     rows = np.arange(count) if order is None else np.argsort(steps[order], kind="stable")
     columns = {name: _steps(steps, name)[rows] for name in schema.fields if name in steps}
@@ -182,14 +188,14 @@ def as_episode(schema: Schema, order: str | None, steps: Mapping[str, Any]) -> d
 
 
 def unpadded(rows: Any, counts: Any) -> Any:
-    """Lists (n, L, …) of these lengths (n,) as objects, or lists of lists (n, T, L, …) by (n, T or more)."""
+    """Padded lists (n, L, …) cut to lengths (n,), as objects; or lists of lists (n, T, L, …) to (n, T or more)."""
     if not np.ndim(counts):
         return rows[:counts]
     return objects([unpadded(row, count) for row, count in zip(rows, counts, strict=False)])
 
 
 def _steps(steps: Mapping[str, Any], name: str) -> Any:
-    """A column (n, …); one of lists as objects, without their padding."""
+    """A column (n, …); a column of lists as objects, without padding."""
     return unpadded(steps[name], steps[LENGTHS + name]) if LENGTHS + name in steps else steps[name]
 
 
@@ -200,7 +206,7 @@ def _column(values: Any) -> Any:
 
 
 def objects(rows: Any) -> Any:
-    """A column of arrays, or lists of text, each of its own length."""
+    """A column (n,) of objects: an array, or a list of texts, for each row."""
     out = np.empty(len(rows), object)
     for i, row in enumerate(rows):
         out[i] = row if isinstance(row, (list, np.ndarray)) else to_numpy(row)

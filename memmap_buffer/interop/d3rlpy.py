@@ -2,8 +2,8 @@
 
     CQLConfig().create().fit(DiskDataset("data"), n_steps=100_000)
 
-Batches are equal to those of its `MDPDataset` of the same episodes and random numbers. Rows are read when a batch is
-drawn; in memory lie the bounds of the episodes.
+Batches are equal to those of d3rlpy's `MDPDataset` of the same episodes and random numbers. Rows are read when a batch
+is drawn; only the bounds of the episodes are in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ with extra("d3rlpy"):
 T = TypeVar("T")
 PICKERS = (BasicTransitionPicker, FrameStackTransitionPicker, MultiStepTransitionPicker, SparseRewardTransitionPicker)
 SLICERS = (BasicTrajectorySlicer, FrameStackTrajectorySlicer)
-SCANNED = 1 << 20  # timesteps whose episodes are looked up at once
+SCANNED = 1 << 20  # for so many timesteps at once it is looked up which episodes they belong to
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
@@ -46,24 +46,24 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 
 class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
-    """A data set for `fit` whose episodes lie in a folder; in the place of `MDPDataset`.
+    """A data set for `fit` whose episodes lie in a folder; it takes the place of `MDPDataset`.
 
-    It has the episodes that were visible when it was made, or at the last `refresh`. Episodes of `episodes` are read
-    whole when they are looked at, as scalers and evaluators do, and for transition pickers and trajectory slicers
-    that are not d3rlpy's own.
+    It has the episodes that were visible when it was made, or at the last `refresh`. An item of `episodes` reads a
+    whole episode: scalers and evaluators use these, and transition pickers and trajectory slicers that are not
+    d3rlpy's own.
 
     Args:
-        folder: where it is; or a buffer that is open, such as a `ConcatBuffer` over several folders.
+        folder: the folder of the buffer; or an open buffer, such as a `ConcatBuffer` over several folders.
         observation: the field of observations; several become a tuple observation.
         action: the field of actions; whole numbers without a shape are discrete actions.
         reward: the field of rewards.
-        terminated: the field that is true where an episode terminated; default: the one that the folder names. Where
-            there is none, no episode did.
+        terminated: the field that is true where an episode terminated; default: the field that the schema declares. If
+            there is none, no episode terminated.
         transition_picker: as for `MDPDataset`.
         trajectory_slicer: as for `MDPDataset`.
-        action_space: as for `MDPDataset`; default: that of the first episode's actions.
-        action_size: as for `MDPDataset`; default: of discrete actions one more than the largest, for which all
-            actions are read.
+        action_space: as for `MDPDataset`; default: discrete if all actions of the first episode are whole numbers.
+        action_size: as for `MDPDataset`; default: the length of an action; for discrete actions one more than the
+            largest action, for which all actions are read.
 
     Attributes:
         disk: the `memmap_buffer.ReplayBuffer` or `ConcatBuffer`.
@@ -117,7 +117,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
         )
 
     def refresh(self) -> None:
-        """See the episodes that were published since, and no longer those that left."""
+        """Take in the episodes that are visible now: new ones are added, and those that are gone left out."""
         self._rows.refresh()
 
     def sample_transition_batch(self, batch_size: int) -> TransitionMiniBatch:
@@ -150,7 +150,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
         return self._again(self._trajectories, batch_size, length)
 
     def _again(self, draw: Callable[..., T], *args: Any) -> T:
-        """A batch; of the episodes that are there now, where one that was drawn has been overwritten."""
+        """A batch. If an episode that was drawn has been overwritten, `refresh` and draw once more."""
         try:
             return draw(*args)
         except StaleEpisodeError:
@@ -199,7 +199,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
         for i, (n, rest) in enumerate(zip((at.t + 1 - begin).tolist(), (at.length - begin).tolist(), strict=True)):
             own = rewards[i, :rest]
             scores[i, length - n :] = own[:n]
-            to_go[i, length - n :] = (np.sum(own) - np.cumsum(own, axis=0) + own)[:n]  # in the order of d3rlpy
+            to_go[i, length - n :] = (np.sum(own) - np.cumsum(own, axis=0) + own)[:n]  # d3rlpy's order of sums
         terminals = np.zeros((batch_size, length, 1))
         terminals[:, -1, 0] = at.terminated & (at.rest == 1)
         return TrajectoryMiniBatch(
@@ -218,7 +218,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class _Located:
-    """Where timesteps are: arrays (B,) of the first row and the length of their episodes, and of their own time."""
+    """The places of timesteps, arrays (B,): first row, length and end of their episodes, and the timestep in these."""
 
     start: Array
     length: Array
@@ -227,12 +227,12 @@ class _Located:
 
     @property
     def rest(self) -> Array:
-        """The timesteps from each on."""
+        """(B,) how many timesteps the episode has from each of these on."""
         return self.length - self.t
 
 
 class _Rows:
-    """A folder as d3rlpy's `BufferProtocol`: the timesteps of all episodes in one line, read by their place in it."""
+    """A folder as d3rlpy's `BufferProtocol`: the timesteps of all episodes one after another, read by row number."""
 
     def __init__(
         self, disk: Any, observation: tuple[str, ...], action: str, reward: str, terminated: str | None
@@ -244,9 +244,9 @@ class _Rows:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look up the bounds of episodes."""
+        """Look up the bounds and ends of the episodes that are visible now."""
         ends = [self._reward] if self._terminated is None else [self._reward, self._terminated]
-        while True:  # until no episode comes or goes meanwhile
+        while True:  # until no episode comes or goes during a turn
             serials = self._disk.serials
             self._steps, self._rewards = self._timesteps([*self._named]), self._timesteps([self._reward])
             last = self._timesteps(ends, return_indices=True)
@@ -280,13 +280,21 @@ class _Rows:
     # Rows
 
     def located(self, index: Array) -> _Located:
-        """Where transitions are, by their numbers."""
+        """The places of the transitions with these numbers (B,)."""
         i = np.searchsorted(self._stops, index, side="right")
         before = np.where(i > 0, self._stops[i - 1], 0)
         return _Located(self.starts[i], self.lengths[i], self.terminated[i], index - before)
 
     def steps(self, place: Array, exists: Array) -> tuple[list[Array], Array]:
-        """Observations, one by one, and actions of timesteps: (*place, *shape), zero where they do not exist."""
+        """The observations, one array for each field, and the actions of timesteps.
+
+        Args:
+            place: the rows of the timesteps, in any shape.
+            exists: whether each exists, of the same shape; where it does not, values are zero.
+
+        Returns:
+            Arrays (*place.shape, *shape).
+        """
         batch = self._steps.at(place.reshape(-1)).data
         missing = ~exists.reshape(-1)
 
@@ -298,7 +306,7 @@ class _Rows:
         return [column(key) for key in self._keys], column("action")
 
     def rewards(self, place: Array, count: Array) -> Array:
-        """Rewards (B, max(count), *shape) of so many timesteps from each place on; more are of other timesteps."""
+        """Rewards (B, max(count), *shape) from each row of `place` (B,) on; only the first `count` (B,) are meant."""
         places = np.minimum(place[:, None] + np.arange(count.max()), len(self._rewards) - 1)
         rewards = _at_least_2d(to_numpy(flatten(self._rewards.at(places.reshape(-1)).data)[self._reward]))
         return rewards.reshape(*places.shape, *rewards.shape[1:])
@@ -326,7 +334,7 @@ class _Rows:
 
 
 class _Episodes(Sequence[Any]):
-    """The episodes, each read when it is asked for."""
+    """The episodes of a folder, each read when its item is asked for."""
 
     def __init__(self, rows: _Rows) -> None:
         self._rows = rows
@@ -346,7 +354,7 @@ class _Episodes(Sequence[Any]):
 
 @dataclass(frozen=True)
 class _Transitions(Sequence[Any]):
-    """The transitions of a batch, as d3rlpy's objects, made when they are asked for."""
+    """The transitions of a batch as d3rlpy's objects, each made when its item is asked for."""
 
     picker: Any
     rows: _Rows
@@ -386,7 +394,7 @@ def _action_space(actions: Array) -> constants.ActionSpace:
 
 
 def _lengths_of(timesteps: Any) -> Array:
-    """How many timesteps each episode has, where those of trimmed episodes are among them."""
+    """How many of the timesteps each episode has. Unlike `episode_lens` this counts trimmed episodes, too."""
     parts = range(0, len(timesteps), SCANNED)
     owners = [
         timesteps.at(np.arange(at, min(at + SCANNED, len(timesteps)))).data["_indices"][:, :-1].numpy() for at in parts
@@ -397,7 +405,7 @@ def _lengths_of(timesteps: Any) -> Array:
 
 
 def _returns(rewards: Array, interval: Array, gamma: float) -> Array:
-    """Discounted sums (B, *shape) float64 of the first so many rewards; those of one length at once."""
+    """Discounted sums (B, *shape) float64 of the first `interval` rewards; those of equal interval at once."""
     out = np.zeros((len(rewards), *rewards.shape[2:]))
     for n in np.unique(interval).tolist():
         own = rewards[interval == n, :n]
@@ -411,7 +419,7 @@ def _at_least_2d(values: Array) -> Array:
 
 
 def _frames(how: Any, kind: Any) -> int:
-    """How many frames stand for one, where a picker or slicer stacks them."""
+    """How many frames a picker or slicer of class `kind` stacks into one observation; 1 for any other class."""
     return int(how._n_frames) if type(how) is kind else 1
 
 

@@ -1,7 +1,7 @@
-"""D4RL's HDF5 files, in and out: flat arrays of steps in which `terminals` and `timeouts` say where episodes end.
+"""D4RL's HDF5 files, import and export: flat arrays of steps; `terminals` and `timeouts` say where episodes end.
 
 `infos/<name>` becomes the field `info.<name>`. Texts and numbers in the file's `metadata/` are stored in
-`extra/d4rl.json`; arrays, such as the weights of the policy that recorded the file, are left out.
+`extra/d4rl.json`; its arrays, such as the weights of the policy that recorded the file, are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ with extra("hdf5"):
 
 STEPS = {"observations": "observation", "actions": "action", "rewards": "reward"}
 REMEDY = "no episode ends there: pass max_episode_steps=… if the file has no timeouts"
-ENDS = {"terminals": "terminated", "timeouts": "truncated"}  # as the schema calls what ends its episodes
+ENDS = {"terminals": "terminated", "timeouts": "truncated"}  # array of the file -> end of a `Schema`
 
 
 def import_d4rl(
@@ -46,24 +46,24 @@ def import_d4rl(
     """Copy a D4RL file into a folder, cut into its episodes.
 
     An episode ends where `terminals` or `timeouts` is true, and after `max_episode_steps`. Steps after the last end are
-    an episode of their own, which neither terminated nor was truncated. With `next_observations` in the file each
-    episode has its final observation.
+    an episode of their own, which neither terminated nor was truncated. If the file has `next_observations`, each
+    episode gets its final observation.
 
     Args:
         path: the file.
-        folder: where; see `ReplayBuffer`.
-        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
-            "overwrite" what is there when the import is whole.
+        folder: where the buffer is made; see `ReplayBuffer`.
+        if_exists: what to do if something is in the folder: "error" raises; "resume" goes on with an import of this
+            source that was interrupted; "overwrite" replaces it when the import is whole.
         max_episode_steps: the time limit of the environment, for files without `timeouts`; its ends become `truncated`.
-        infos: whether to import them.
-        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
+        infos: whether to import the arrays in `infos/`.
+        options: of `ReplayBuffer`; by default `max_episodes` and `max_timesteps` are as many as the episodes need.
 
     Returns:
         The buffer, open for writing.
 
     Raises:
-        SchemaError: arrays are missing or differ in length, or a row of `next_observations` is not the observation that
-            follows, although no end of an episode is marked there.
+        SchemaError: arrays are missing or differ in length, or a row of `next_observations` within an episode is not
+            the observation of the next step.
     """
     target = Target.checked(folder, if_exists, options)
     with h5py.File(path_of(path), "r") as file:
@@ -109,8 +109,8 @@ def import_d4rl(
 def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
     """Copy a buffer into a new file in D4RL's layout.
 
-    The last step of every episode that did not terminate is a timeout; of the last episode only if it was truncated.
-    Of final observations that of the field `observation` has a place, and no other.
+    The last step of every episode that did not terminate is marked as a timeout; that of the last episode only if it
+    was truncated. Of final observations only those of the field `observation` are written.
 
     Args:
         buffer: with the fields `observation` and `action`; fields that D4RL has no name for become infos.
@@ -140,7 +140,7 @@ def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
 
 
 def _columns(file: Any, infos: bool, names: Names) -> dict[str, Any]:
-    """Our name -> array in the file, all of one length."""
+    """Name of a field -> array in the file, all of one length."""
     for name in ("observations", "actions", "terminals"):
         if name not in file:
             raise SchemaError(
@@ -159,7 +159,7 @@ def _columns(file: Any, infos: bool, names: Names) -> dict[str, Any]:
 
 
 def _metadata(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts and numbers."""
+    """The texts and numbers in the file's `metadata/`, by their paths."""
     single = {name.replace(".", "/"): item[()] for name, item in flatten(group).items() if item.shape == ()}
     return {name: as_text(value) if isinstance(value, bytes) else value.item() for name, value in single.items()}
 

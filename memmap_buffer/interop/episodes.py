@@ -1,6 +1,6 @@
-"""Whole episodes into a new buffer and out of one, what trainers' buffers do alike, and facts that are no field.
+"""What importers, exporters and trainers' buffers share: storing and reading whole episodes, and facts of a data set.
 
-These are JSON documents in the folder's `extra/`, which `pack` and `snapshot` copy.
+Facts of a data set that are no field are JSON documents in the folder's `extra/`, which `pack` and `snapshot` copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memmap_buffer.interop.columns import BoolArray
 from memmap_buffer.interop.target import Target, origin_of
 
 NAMES = "names"
-KINDS = {"U": "text", "c": "complex numbers"}  # of NumPy's dtypes
+KINDS = {"U": "text", "c": "complex numbers"}  # `kind` of a NumPy dtype -> its name in errors
 
 
 def import_episodes(
@@ -35,19 +35,19 @@ def import_episodes(
     names: Names | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> ReplayBuffer:
-    """Store episodes in a new buffer, which is at its place when it is whole.
+    """Store episodes in a new buffer, which appears in its folder when it is whole.
 
     Args:
-        target: where, and what of `ReplayBuffer` the caller wants.
+        target: the folder, and the caller's options of `ReplayBuffer`.
         episodes: each as for `ReplayBuffer.store_episode`, or an iterator of its parts, each as for
-            `Episode.extend`. With `if_exists="resume"` those that are there are passed over; their iterators of parts
-            are not begun.
+            `Episode.extend`. With `if_exists="resume"` episodes that are stored already are skipped; their iterators
+            of parts are not begun.
         fields: as for `ReplayBuffer`.
         meta_fields: as for `ReplayBuffer`.
-        lengths: of the episodes.
-        source: the file or folder that they come from; None: an import that is interrupted leaves nothing.
-        asked: the importer's own arguments, by which the same source gives other episodes.
-        sizes: options of `ReplayBuffer` for which the caller wants none; default: as large as the episodes need.
+        lengths: of the episodes, in steps.
+        source: the file or folder that they come from; None: an interrupted import leaves nothing and is not resumed.
+        asked: the importer's arguments that change which episodes the source gives.
+        sizes: default options of `ReplayBuffer`, which `target.options` override; None: as large as the episodes need.
         names: the changed keys, to be stored for exports.
         extra: name -> JSON value, to be stored in the folder's `extra/`.
 
@@ -55,7 +55,8 @@ def import_episodes(
         The buffer, open for writing.
 
     Raises:
-        SchemaError: something is in the way, or the source is not the one of the import that is to be resumed.
+        SchemaError: something is in the way, the source changed during the import, or it is not the source of the
+            import that is to be resumed.
     """
     sizes = sizes or {"max_episodes": len(lengths), "max_timesteps": max([1, *lengths])}
     arguments = {"fields": fields, "meta_fields": meta_fields, **sizes, **target.options}
@@ -92,9 +93,9 @@ def _store(buffer: ReplayBuffer, episode: Mapping[str, Any] | Iterator[Mapping[s
 
 
 def exported_episodes(buffer: ReplayBuffer) -> Iterator[tuple[range, dict[str, Any]]]:
-    """(rows among the timesteps of all episodes, columns by dotted names) of each episode, the oldest first.
+    """(its rows among the timesteps of all episodes, its columns by dotted name) of each episode, the oldest first.
 
-    A column of lists is of objects, an array for each.
+    A column of lists is an array of objects, each the array of one list.
     """
     bounds = [*pairwise(accumulate(buffer.episode_lens.tolist(), initial=0))]
     for i, (start, stop) in enumerate(progress(bounds, "episodes")):
@@ -102,10 +103,10 @@ def exported_episodes(buffer: ReplayBuffer) -> Iterator[tuple[range, dict[str, A
 
 
 def ends_of(schema: Schema, episode: Mapping[str, Any], length: int) -> tuple[BoolArray, BoolArray]:
-    """(terminated, truncated) at each step, (length,) both, by the fields that the schema declares to end episodes.
+    """(terminated, truncated), (length,) bool each, of the fields that the schema declares to end episodes.
 
     Args:
-        schema: of the buffer; a kind of end that it does not declare never occurs.
+        schema: of the buffer; an end that it does not declare is False at every step.
         episode: columns by dotted names.
         length: of the episode.
     """
@@ -117,7 +118,7 @@ def ends_of(schema: Schema, episode: Mapping[str, Any], length: int) -> tuple[Bo
 
 
 def require_fields(buffer: ReplayBuffer, names: Iterable[str], format_name: str) -> None:
-    """Raise SchemaError unless the buffer has these fields, without fields within them."""
+    """Raise SchemaError unless the buffer has fields, and not groups of fields, of these names."""
     for name in names:
         if name not in buffer.schema.fields:
             raise SchemaError(
@@ -126,13 +127,13 @@ def require_fields(buffer: ReplayBuffer, names: Iterable[str], format_name: str)
 
 
 def require_kinds(fields: Mapping[str, Field], format_name: str, kinds: str = "", *, lists: bool = False) -> None:
-    """Raise SchemaError where a format has no place for a field.
+    """Raise SchemaError if a format has no place for a field.
 
     Args:
-        fields: those that would be written.
+        fields: the fields to be written.
         format_name: for the error.
-        kinds: those of NumPy's dtypes that it lacks: "U" text, "c" complex numbers.
-        lists: whether it has lists of any length.
+        kinds: the kinds of NumPy's dtypes that the format lacks: "U" text, "c" complex numbers.
+        lists: whether the format has lists of any length.
     """
     for name, field in fields.items():
         what = (
@@ -150,7 +151,7 @@ def episode_bounds(ends: Any) -> list[tuple[int, int]]:
     """(first row, row after the last) of each episode in flat arrays.
 
     Args:
-        ends: (rows,) bool, true at the last row of an episode; the last row of all ends one in any case.
+        ends: (rows,) bool, true at the last row of an episode; the very last row ends an episode in any case.
     """
     stops = np.union1d(np.flatnonzero(ends) + 1, len(ends)).tolist()
     return list(pairwise([0, *stops])) if len(ends) else []
@@ -160,13 +161,13 @@ def episode_bounds(ends: Any) -> list[tuple[int, int]]:
 
 
 def opened(folder: Any) -> Any:
-    """The buffer of a folder, to be read; one that is open already is left as it is."""
+    """The buffer of a folder, opened for reading; a buffer that is open already is returned as it is."""
     is_open = isinstance(folder, ReplayBuffer | ConcatBuffer)
     return folder if is_open else ReplayBuffer.from_folder(folder, read_only=True)
 
 
 def with_excluded(buffer: Any) -> dict[str, Any]:
-    """The `filter_fields` that keep the timesteps which the field `valid` excludes."""
+    """The `filter_fields` by which timesteps are read that the field `valid` would exclude."""
     field = buffer.schema.fields.get("valid")
     return {} if field is None or field.dtype != "bool" else {"valid": {True, False}}
 
@@ -175,7 +176,7 @@ def with_excluded(buffer: Any) -> dict[str, Any]:
 
 
 def write_extra(buffer: ReplayBuffer, name: str, value: Any) -> None:
-    """Store a value that JSON can hold as `extra/<name>.json`, which is replaced at once or not at all."""
+    """Store a value that JSON can hold as `extra/<name>.json`; the file is replaced whole or not at all."""
     path = _path(buffer, name)
     path.parent.mkdir(exist_ok=True)
     new = path.with_suffix(".json.new")
@@ -184,7 +185,7 @@ def write_extra(buffer: ReplayBuffer, name: str, value: Any) -> None:
 
 
 def read_extra(buffer: ReplayBuffer, name: str) -> Any:
-    """The value of `extra/<name>.json`; None: there is no such file.
+    """The value of `extra/<name>.json`; None if there is no such file.
 
     Raises:
         CorruptBufferError: the file holds no JSON.
@@ -199,12 +200,12 @@ def read_extra(buffer: ReplayBuffer, name: str) -> Any:
 
 
 def read_names(buffer: ReplayBuffer, fixed: Mapping[str, Any] | None = None) -> Names:
-    """The stored keys that importers changed into names of fields; `fixed` as for `Names`."""
+    """The stored `Names`: the keys that importers changed into names of fields; `fixed` as for `Names`."""
     return Names(read_extra(buffer, NAMES), fixed)
 
 
 def write_names(buffer: ReplayBuffer, names: Names) -> None:
-    """Store the changed keys, so that every export restores them."""
+    """Store the changed keys of `names`, so that every export restores them."""
     if names.changed != (read_extra(buffer, NAMES) or {}):
         write_extra(buffer, NAMES, names.changed)
 

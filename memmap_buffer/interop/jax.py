@@ -5,8 +5,8 @@
     state = buffer.add(state, step)
     batch = buffer.sample(state, key)
 
-The steps are on the disk. A state is the folder's handle with the time: it stands for what was added up to then, and
-steps are added to the newest one alone. Within `jit` and `scan` the calls are ordered callbacks to the host.
+The steps are on the disk. A state is the folder's handle and a time: it stands for the steps that were added up to that
+time. Steps can be added to the newest state only. Within `jit` and `scan` the calls are ordered callbacks to the host.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ with extra("jax"):
     from jax.experimental import io_callback
 
 Tree = Any
-START_FIELD = "prev_done"  # memorax's
+START_FIELD = "prev_done"  # memorax's name of it
 
 
 class TrajectorySample(NamedTuple):
-    """Args: experience: the tree of a step, leaves (B, L, *leaf); of an item buffer (B, *leaf)."""
+    """A sample of windows of steps.
+
+    Args:
+        experience: the tree of a step with leaves (B, L, *leaf); of an item buffer (B, *leaf).
+    """
 
     experience: Tree
 
@@ -44,8 +48,8 @@ class PrioritisedTrajectorySample(NamedTuple):
 
     Args:
         experience: as of `TrajectorySample`.
-        indices: (B, 2) for `set_priorities`.
-        probabilities: (B,) float32.
+        indices: (B, 2) int32, for `set_priorities`.
+        probabilities: (B,) float32, with which each window was drawn.
     """
 
     experience: Tree
@@ -54,19 +58,24 @@ class PrioritisedTrajectorySample(NamedTuple):
 
 
 class ExperiencePair(NamedTuple):
-    """Two steps, one after the other. Args: first, second: trees with leaves (B, *leaf)."""
+    """Two steps, one after the other.
+
+    Args:
+        first: a tree with leaves (B, *leaf).
+        second: the tree of the steps after these.
+    """
 
     first: Tree
     second: Tree
 
 
 class Handle:
-    """The open folder of a state, and the tree that a step is.
+    """The open folder of a state, and the structure of a step's tree.
 
     Args:
         rows: the steps.
         leaves: field -> shape and dtype, in the order of the tree.
-        tree: the structure.
+        tree: the structure of the tree.
     """
 
     def __init__(self, rows: Rows, leaves: Mapping[str, Any], tree: Any) -> None:
@@ -76,7 +85,7 @@ class Handle:
         return self
 
     def columns(self, batch: Tree) -> dict[str, Any]:
-        """The leaves of steps by the names of fields. Raises ValueError where the tree is another."""
+        """Field -> the leaf of `batch`. Raises ValueError if the tree, a shape or a dtype is not that of `init`."""
         leaves, tree = jax.tree_util.tree_flatten(batch)
         if tree != self.tree:
             raise ValueError(f"add: got {tree}, expected {self.tree}, as init was given")
@@ -90,7 +99,7 @@ class Handle:
         return columns
 
     def unflatten(self, columns: Mapping[str, Any]) -> Tree:
-        """A tree of arrays from those of its fields."""
+        """The tree whose leaves are the arrays of its fields."""
         leaves = [columns[name].astype(leaf.dtype, copy=False) for name, leaf in self.leaves.items()]
         return jax.tree_util.tree_unflatten(self.tree, leaves)
 
@@ -106,10 +115,10 @@ class State:
     """The steps that were added up to a time.
 
     Args:
-        time: int32, steps of each row so far.
-        oldest: int32, the time of the oldest step that can be read for certain.
+        time: int32, how many steps were added to each row.
+        oldest: int32, the time of the oldest step that is still sure to be readable.
         handle: the open folder.
-        length: the steps of a row that are drawn from: the newest.
+        length: windows are drawn from so many newest steps of each row.
     """
 
     time: Any
@@ -119,12 +128,12 @@ class State:
 
     @property
     def disk(self) -> ReplayBuffer:
-        """The folder's buffer, to read it otherwise, to flush and to close it."""
+        """The folder's `memmap_buffer.ReplayBuffer`, to read it in other ways, to flush and to close it."""
         return self.handle.rows.disk
 
     @property
     def experience(self) -> Tree:
-        """All steps that are drawn from, in memory: leaves (B, length, *leaf), a ring of zeros at first."""
+        """All steps that are drawn from, in memory: leaves (B, length, *leaf), a ring; zeros where no step is yet."""
         rows, (begin, end) = self.handle.rows, (int(self.time) - self.length, int(self.time))
         times = np.arange(max(begin, int(self.oldest), 0), end)
         columns = rows.steps(times)
@@ -146,7 +155,7 @@ class State:
 
 @dataclass(frozen=True)
 class Functions:
-    """The functions of a buffer, of which some were replaced. Args: as the methods of `DiskBuffer`."""
+    """The functions of a buffer, of which some were replaced; see the methods of `DiskBuffer`."""
 
     init: Callable[..., Any]
     add: Callable[..., Any]
@@ -155,24 +164,24 @@ class Functions:
     set_priorities: Callable[..., Any]
 
     def replace(self, **functions: Callable[..., Any]) -> Functions:
-        """The functions, with others in the place of some."""
+        """A copy in which the given functions replace those of the same names."""
         return replace(self, **functions)
 
 
 @dataclass(frozen=True)
 class DiskBuffer:
-    """The functions of a buffer: `init`, `add`, `sample`, `can_sample`, `set_priorities`, of the `make_` functions.
+    """A buffer with the functions `init`, `add`, `sample`, `can_sample`, `set_priorities`; see the `make_` functions.
 
     Args:
         folder: where the steps are; made if it is missing.
-        add_batch_size: B, rows of steps that are added side by side.
-        max_length_time_axis: the newest steps of each row that are drawn from.
-        min_length_time_axis: steps of each row before anything can be drawn.
+        add_batch_size: B, how many rows of steps are added side by side.
+        max_length_time_axis: windows are drawn from so many newest steps of each row.
+        min_length_time_axis: so many steps of each row must be there before anything can be drawn.
         sample_batch_size: windows of a batch.
-        sample_sequence_length: L, their length.
+        sample_sequence_length: L, the steps of a window.
         period: windows begin every so many steps.
-        add_axes: the axes that `add` puts in front of what it is given; both are there in the end: (B, T, *leaf).
-        flat_items: all steps that are added are of one row.
+        add_axes: the axes that `add` inserts into leaves, one after the other, so that they are (B, T, *leaf).
+        flat_items: whether all steps that are added belong to one row.
         shape_experience: makes the experience of a sample from the tree with leaves (B, L, *leaf).
         prioritized: how windows are drawn by priority; None: uniformly.
         conditions: on the first step of a window, as `filter_fields`.
@@ -194,7 +203,7 @@ class DiskBuffer:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def init(self, experience: Tree) -> State:
-        """Open the folder, or make it. Within `jit` it is opened where that is traced, once.
+        """Open the folder, or make it. Within `jit` it is opened once, while the function is traced.
 
         Args:
             experience: a tree of arrays, one step, which gives shapes and dtypes.
@@ -203,7 +212,7 @@ class DiskBuffer:
             The state, with all steps that the folder has.
 
         Raises:
-            SchemaMismatchError: the folder holds steps of another tree, or as many as another buffer keeps.
+            SchemaMismatchError: the folder holds steps of another tree, or of a buffer of other sizes.
         """
         paths, tree = jax.tree_util.tree_flatten_with_path(experience)
         names = Names()
@@ -220,24 +229,24 @@ class DiskBuffer:
         return self.prioritized is None and self.conditions is None
 
     def add(self, state: State, batch: Tree) -> State:
-        """Add steps. They follow those that were added before, row by row.
+        """Add steps to each row, behind its newest step.
 
         Args:
-            state: the newest one.
-            batch: a tree with leaves (B, T, *leaf), without B or T where the buffer was made so.
+            state: the newest state.
+            batch: a tree with leaves (B, T, *leaf), without B or T if the buffer was made so.
 
         Returns:
-            The state with them.
+            The state with the added steps, which is the newest one now.
 
         Raises:
-            ValueError: the state is not the newest one, or the tree, a shape or a dtype is another.
+            ValueError: the state is not the newest one, or the tree, a shape or a dtype is not that of `init`.
         """
         batch = jax.tree_util.tree_map(self._with_axes, batch)
         time, oldest = _on_host(partial(self._add, state.handle), (_INT, _INT), state.time, batch)
         return State(time, oldest, state.handle, state.length)
 
     def replace(self, **functions: Callable[..., Any]) -> Functions:
-        """The functions of this buffer, with others in the place of some, such as `add=jax.jit(buffer.add)`."""
+        """The functions of this buffer, some of them replaced, as by `add=jax.jit(buffer.add)`."""
         mine = Functions(self.init, self.add, self.sample, self.can_sample, self.set_priorities)
         return mine.replace(**functions)
 
@@ -265,13 +274,13 @@ class DiskBuffer:
 
         Args:
             state: of `add` or `init`.
-            rng_key: of `jax.random`.
+            rng_key: a key of `jax.random`.
 
         Returns:
-            A `TrajectorySample`, or a `PrioritisedTrajectorySample`.
+            A `TrajectorySample`; by priority a `PrioritisedTrajectorySample`.
 
         Raises:
-            NotEnoughDataError: there is nothing to draw, or no more, as the state is an old one.
+            NotEnoughDataError: there is nothing to draw yet, or the state is so old that its steps are overwritten.
         """
         handle, count = state.handle, self.sample_batch_size
         tree = handle.spec(count, self.sample_sequence_length)
@@ -303,15 +312,15 @@ class DiskBuffer:
         return state.time >= min(self.min_length_time_axis, self.max_length_time_axis)
 
     def set_priorities(self, state: State, indices: Any, priorities: Any) -> State:
-        """Give windows other priorities; those of steps that are gone are dropped.
+        """Set the priorities of windows; a window whose steps are gone is left out.
 
         Args:
-            state: the newest one.
-            indices: (B, 2) of a sample.
-            priorities: (B,) |δ| + ε. The exponent is put to them here.
+            state: the newest state.
+            indices: (B, 2), as a sample has them.
+            priorities: (B,) |δ| + ε, without the exponent α, which is applied here.
 
         Returns:
-            The state with them.
+            The state with these priorities.
         """
         time = _on_host(partial(_set, state.handle), _INT, state.time, indices, priorities)
         return State(time, state.oldest, state.handle, state.length)
@@ -332,16 +341,16 @@ def make_trajectory_buffer(
     folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
-    """Windows of consecutive steps, flashbax's `make_trajectory_buffer`.
+    """A buffer of windows of consecutive steps, flashbax's `make_trajectory_buffer`.
 
     Args:
-        add_batch_size: B, rows of steps that are added side by side.
+        add_batch_size: B, how many rows of steps are added side by side.
         sample_batch_size: windows of a batch.
         sample_sequence_length: L, the steps of a window.
-        period: windows begin every so many steps from the oldest one.
-        min_length_time_axis: steps of each row before anything can be drawn; at least L.
-        max_size: steps of all rows that are drawn from, in the place of `max_length_time_axis`.
-        max_length_time_axis: the newest steps of each row, that are drawn from.
+        period: windows begin every so many steps, counted from the oldest one.
+        min_length_time_axis: so many steps of each row, at least L, must be there before anything can be drawn.
+        max_size: `max_length_time_axis` times B; give one of the two.
+        max_length_time_axis: windows are drawn from so many newest steps of each row.
         folder: where the steps are; made if it is missing.
         options: others of `memmap_buffer.ReplayBuffer`, such as `durability` and `max_timesteps`.
 
@@ -374,14 +383,14 @@ def make_flat_buffer(
     folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
-    """Transitions, flashbax's `make_flat_buffer`: pairs of a step and the one after it.
+    """A buffer of transitions, flashbax's `make_flat_buffer`: pairs of a step and the next one.
 
     Args:
-        max_length: the newest steps, of all rows together, that are drawn from.
-        min_length: steps of all rows before anything can be drawn.
+        max_length: transitions are drawn from so many newest steps, of all rows together.
+        min_length: so many steps, of all rows together, must be there before anything can be drawn.
         sample_batch_size: transitions of a batch.
-        add_sequences: `add` is given several steps at a time.
-        add_batch_size: B, rows of steps that are added side by side; None: one, and `add` has no axis for it.
+        add_sequences: whether `add` is given several steps at a time.
+        add_batch_size: B, how many rows of steps are added side by side; None: one, and leaves have no axis B.
         folder: as for `make_trajectory_buffer`.
         options: as for `make_trajectory_buffer`.
 
@@ -414,14 +423,14 @@ def make_item_buffer(
     folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
-    """Single steps, flashbax's `make_item_buffer`.
+    """A buffer of single steps, flashbax's `make_item_buffer`.
 
     Args:
-        max_length: the newest steps that are drawn from.
-        min_length: steps before anything can be drawn.
+        max_length: so many newest steps are drawn from.
+        min_length: so many steps must be there before anything can be drawn.
         sample_batch_size: steps of a batch.
-        add_sequences: `add` is given several steps at a time.
-        add_batches: `add` is given several rows of steps.
+        add_sequences: whether `add` is given several steps at a time.
+        add_batches: whether `add` is given several rows of steps.
         folder: as for `make_trajectory_buffer`.
         options: as for `make_trajectory_buffer`.
 
@@ -463,9 +472,9 @@ def make_prioritised_trajectory_buffer(
         period: as for `make_trajectory_buffer`.
         min_length_time_axis: as for `make_trajectory_buffer`.
         max_size: as for `make_trajectory_buffer`.
-        max_length_time_axis: as for `make_trajectory_buffer`; windows up to a length older are drawn too.
+        max_length_time_axis: as for `make_trajectory_buffer`; windows that begin up to L steps earlier are drawn, too.
         priority_exponent: α, from 0 to 1.
-        device: without effect; the tree of priorities is on the disk.
+        device: without effect: the tree of priorities is on the disk.
         folder: as for `make_trajectory_buffer`.
         options: as for `make_trajectory_buffer`.
 
@@ -557,18 +566,18 @@ def make_episode_buffer(
     folder: AnyPath,
     **options: Any,
 ) -> DiskBuffer:
-    """Windows that begin where episodes do, memorax's `make_episode_buffer`.
+    """A buffer of windows that begin where episodes begin, memorax's `make_episode_buffer`.
 
     Args:
-        max_length: the newest steps, of all rows together, that are drawn from.
-        min_length: steps of all rows before anything can be drawn.
+        max_length: windows are drawn from so many newest steps, of all rows together.
+        min_length: so many steps, of all rows together, must be there before anything can be drawn.
         sample_batch_size: windows of a batch.
-        sample_sequence_length: L, the steps of a window; it goes on into the next episode.
-        start_field: the field that is true at the first step of an episode, in the place of `get_start_flags`; None:
-            windows begin at any step.
-        add_sequences: `add` is given several steps at a time.
-        add_batch_size: B, rows of steps that are added side by side; None: one, and `add` has no axis for it.
-        min_length_time_axis: without effect, as with theirs.
+        sample_sequence_length: L, the steps of a window, which may go on into the next episode.
+        start_field: the field that is true at the first step of an episode, instead of `get_start_flags`; None: windows
+            begin at any step.
+        add_sequences: whether `add` is given several steps at a time.
+        add_batch_size: B, how many rows of steps are added side by side; None: one, and leaves have no axis B.
+        min_length_time_axis: without effect, as in memorax.
         folder: as for `make_trajectory_buffer`.
         options: as for `make_trajectory_buffer`.
 
@@ -631,7 +640,7 @@ def _by_priority(buffer: DiskBuffer, exponent: float) -> DiskBuffer:
 
 
 def _axes_to_add(add_sequences: bool, add_batches: bool) -> tuple[int, ...]:
-    """The axes that `add` puts in front of leaves, in this order."""
+    """The axes that `add` inserts into leaves, in this order."""
     return (*[int(add_batches)] * (not add_sequences), *[0] * (not add_batches))
 
 
@@ -644,30 +653,30 @@ def _only(experience: Tree) -> Tree:
 
 
 def _step(experience: Tree, at: int) -> Tree:
-    """A step of each window."""
+    """Step `at` of each window."""
     return jax.tree_util.tree_map(lambda leaf: leaf[:, at], experience)
 
 
 def prefetch(batches: Iterable[Any], size: int = 2, device: Any = None) -> Iterator[Any]:
-    """Batches on a device, made ahead by a thread while others are learnt from.
+    """Batches on a device; a thread makes the next ones while the caller works on one.
 
     Args:
         batches: trees of arrays, such as `(buffer.sample(state, key) for key in keys)`.
-        size: how many are made ahead.
+        size: how many batches are made ahead.
         device: a device or a sharding of JAX; None: JAX's default.
 
     Yields:
-        The same trees of arrays of JAX, in the same order.
+        The trees with arrays of JAX, in the order of `batches`.
 
     Raises:
         ValueError: `size` is below 1.
-        Exception: what `batches` raises, in the place of the batch that it prevented.
+        Exception: an error of `batches`, instead of the batch that it prevented.
     """
     check_count("size", size)
     source = iter(batches)
 
     def next_batch() -> Any:
-        batch = next(source, source)  # itself where it ends, as a future may not raise StopIteration
+        batch = next(source, source)  # `source` itself marks the end, as a future cannot raise StopIteration
         return batch if batch is source else jax.device_put(batch, device)
 
     pool = ThreadPoolExecutor(1, "memmap_buffer prefetch")
@@ -690,13 +699,16 @@ def _traced(tree: Tree) -> bool:
 
 
 def _on_host(work: Callable[..., Any], result: Tree, *arguments: Any) -> Any:
-    """The result of a function of arrays: now, or where it is traced when that runs, in the order of such calls."""
+    """Call a function of arrays on the host: now; or, if it is traced, whenever the traced code runs, in its order."""
     return io_callback(work, result, *arguments, ordered=True) if _traced(arguments) else work(*arguments)
 
 
 @partial(jax.jit, static_argnums=3)
 def _windows(key: Any, time: Any, oldest: Any, sizes: tuple[int, ...]) -> tuple[Any, Any]:
-    """(rows, times of first steps) of windows drawn uniformly. Source: flashbax, `trajectory_buffer.sample`."""
+    """(rows (n,), times (n,) of their first steps) of windows drawn uniformly.
+
+    Source: flashbax, `trajectory_buffer.sample`.
+    """
     length, count, window, period, num_rows = sizes
     begin = jnp.maximum(jnp.maximum(time - length, 0), oldest)
     last = time - begin - window
@@ -722,7 +734,7 @@ def _clock(rows: Rows) -> tuple[Any, Any]:
 
 
 def _key(part: Any) -> Any:
-    """The key of a part of a path in a tree."""
+    """The key, attribute or position that a part of a path in a tree stands for."""
     return next(getattr(part, name) for name in ("key", "name", "idx") if hasattr(part, name))
 
 

@@ -1,9 +1,9 @@
-"""LeRobot data sets, version 3.0, in and out: features in Parquet, images and videos, and the tasks of episodes.
+"""LeRobot data sets, version 3.0, import and export: features in Parquet, images and videos, and the tasks of episodes.
 
-A feature keeps its dotted name, with identifiers as its parts; `next.reward`, `next.done` and `next.success` become
-`reward`, `done` and `success`. The text of an episode's task is its meta field `task`. LeRobot's counters (`index`,
-`frame_index`, `episode_index`) are not stored; `task_index` is, as the frames of an episode may have several tasks.
-The frames of videos are found by their times, as LeRobot finds them; they become uint8 fields (height, width, 3).
+A feature keeps its dotted name; parts that are no identifiers are changed into such. `next.reward`, `next.done` and
+`next.success` become `reward`, `done` and `success`. The text of an episode's task is its meta field `task`. LeRobot's
+counters (`index`, `frame_index`, `episode_index`) are not stored; `task_index` is, as the frames of an episode may have
+several tasks. The frames of videos are found by their times, as in LeRobot; they become uint8 (height, width, 3).
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 TASKS = "meta/tasks.parquet"
 VIDEO = "videos/{}/chunk-{:03d}/file-{:03d}.mp4"
 CHUNK = 1000  # files
-VIDEO_MB = 200  # of a file, to which no further episode is added
+VIDEO_MB = 200  # a video file of this size gets no further episode
 ENCODERS = {
     "libsvtav1": {"preset": "12"},
     "h264": {},
-    "hevc": {"x265-params": "log-level=error:bframes=0"},  # with B-frames LeRobot 0.4.4 gives the frame after the asked
+    "hevc": {"x265-params": "log-level=error:bframes=0"},  # with B-frames LeRobot 0.4.4 gives one frame too late
 }
 TOLERANCE = 1e-4  # seconds
 AT_ONCE = 64 << 20  # bytes of frames that are decoded at once
 IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 GROUP = 256  # episodes
-BLOCK_BYTES = 1 << 22  # of values whose statistics are computed at once
+BLOCK_BYTES = 1 << 22  # bytes of values whose statistics are computed at once
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 MAX_AXES = 5  # of a feature: LeRobot has no type for more
 
@@ -68,23 +68,23 @@ def import_lerobot(
     """Copy a LeRobot data set into a folder.
 
     Args:
-        path: its root, with `meta/`, `data/` and, of cameras, `videos/`.
-        folder: where; see `ReplayBuffer`.
-        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
-            "overwrite" what is there when the import is whole.
+        path: the root of the data set, with `meta/`, `data/` and, if it has cameras, `videos/`.
+        folder: where the buffer is made; see `ReplayBuffer`.
+        if_exists: what to do if something is in the folder: "error" raises; "resume" goes on with an import of this
+            source that was interrupted; "overwrite" replaces it when the import is whole.
         videos: "decode", or "skip" to import the other features alone.
-        codec: of the fields that videos become, as for `Field`. "jpeg", of quality 95, adds less to the error than
-            the video has; "zstd" and None keep the decoded frames to the bit, at several times the size.
+        codec: of the fields that videos become, as for `Field`. "jpeg", of quality 95, adds a smaller error than the
+            video already has; "zstd" and None keep the decoded frames to the bit, at several times the size.
         tolerance_s: how far a frame may be from its timestamp, in seconds.
-        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
+        options: of `ReplayBuffer`; by default `max_episodes` and `max_timesteps` are as many as the episodes need.
 
     Returns:
         The buffer, open for writing.
 
     Raises:
-        NotABufferError: it is no such data set.
+        NotABufferError: the path is no such data set.
         CorruptBufferError: a file lacks a feature that `meta/info.json` names, or a video the frame at a timestamp.
-        ImportError: there are videos, and the extra `video`, or that of the codec, is not installed.
+        ImportError: there are videos, and the extra `video`, or the codec's extra, is not installed.
     """
     target = Target.checked(folder, if_exists, options)
     if videos not in ("decode", "skip"):
@@ -115,28 +115,30 @@ def export_lerobot(
     vcodec: str = "libsvtav1",
     crf: int = 30,
 ) -> None:
-    """Copy a buffer into a new LeRobot data set, which has no place for final observations and most meta fields.
+    """Copy a buffer into a new LeRobot data set. LeRobot has no place for final observations and most meta fields.
 
-    Images, uint8 of shape (H, W, 1 or 3), become PNG in the tables, or videos, which are lossy. Statistics of all
-    frames and all their pixels, as they were before the encoder, are written for the whole and for each episode. The
+    Images, uint8 of shape (H, W, 1 or 3), become PNG in the tables, or videos, which are lossy. Statistics are written
+    for the whole and for each episode; they cover all frames and all pixels, as they were before a video's encoder. The
     meta field `task` is an episode's task; in a buffer that was imported from LeRobot, `task_index` is the task of
     each frame.
 
     Args:
-        buffer: the source; a field `observation` that is not nested becomes `observation.state`.
-        path: the new root.
-        fps: steps a second; default: that of the imported data set. Timestamps are made of it, if there are none.
-        videos: whether images become videos, or the names of the features that do; default: those that were videos in
-            the imported data set.
+        buffer: the buffer to copy; a field `observation` that is not nested becomes `observation.state`.
+        path: the root of the new data set.
+        fps: steps a second; default: as in the imported data set. If there is no field `timestamp`, `fps` gives the
+            timestamps.
+        videos: whether images become videos, or the names of the features that do; default: the features that were
+            videos in the imported data set.
         vcodec: of the videos, as in LeRobot: "libsvtav1", which prints about itself unless the environment has
             SVT_LOG=1, or "h264" or "hevc", which take even sizes only.
-        crf: of the videos, as in LeRobot: 0 … 51, and up to 63 of "libsvtav1"; a lower one is larger and nearer to the
+        crf: of the videos, as in LeRobot: 0 … 51, for "libsvtav1" up to 63; a lower value is larger and closer to the
             images.
 
     Raises:
         SchemaError: no `fps` is known, there is a data set already, there are no episodes, a field is of complex
-            numbers or lists or has more than five axes, a `task_index` is of no task, a feature of `videos` is no
-            image, the codec takes no frames of that size, or the timestamps beside videos are not those of `fps`.
+            numbers or lists or has more than five axes, a `task_index` is the number of no task, a feature of `videos`
+            is no image, the codec takes no frames of that size, or there are videos and timestamps that do not fit
+            `fps`.
         ImportError: there are videos, and the extra `video` is not installed.
     """
     root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
@@ -168,7 +170,7 @@ def export_lerobot(
 
 
 def _require_exportable(buffer: ReplayBuffer, root: Path, rate: float, vcodec: str) -> float:
-    """The frames a second, if all is as an export needs it."""
+    """`rate` itself. Raises SchemaError unless the buffer, the folder and the codec are as an export needs them."""
     if (root / "meta").exists():
         raise SchemaError(f"{root}: there is a data set already; give a folder of its own")
     if vcodec not in ENCODERS:
@@ -181,19 +183,19 @@ def _require_exportable(buffer: ReplayBuffer, root: Path, rate: float, vcodec: s
 
 
 class _Source:
-    """A data set that is imported.
+    """A data set to import.
 
     Attributes:
         root: of the data set.
-        cameras: the features that are videos and wanted, as `meta/info.json` has them.
-        lengths: of the episodes.
+        cameras: feature -> its entry in `meta/info.json`, for the videos to import.
+        lengths: of the episodes, in frames.
         tasks: number -> text.
         names: the changed names.
-        ours: feature -> field.
+        ours: feature -> name of its field.
 
     Args:
-        root: see above.
-        decodes: whether videos are wanted.
+        root: of the data set.
+        decodes: whether to import videos.
     """
 
     def __init__(self, root: Path, *, decodes: bool) -> None:
@@ -217,16 +219,16 @@ class _Source:
     def facts(self) -> dict[str, Any]:
         """The content of `extra/lerobot.json`, for exports."""
         facts = {key: self._info.get(key) for key in ("fps", "robot_type", "features")}
-        texts = [self.tasks[i] for i in range(len(self.tasks)) if i in self.tasks]  # LeRobot finds a text by its place
+        texts = [self.tasks[i] for i in range(len(self.tasks)) if i in self.tasks]  # LeRobot finds by row
         whole = texts if len(texts) == len(self.tasks) else None
         return facts | {"stats": _statistics(self.root, self.lengths), "tasks": whole}
 
     def episodes(self, cameras: _Cameras, ends: set[str | None]) -> Iterator[Iterator[dict[str, Any]]]:
-        """The parts of each episode, of which nothing is read before they are asked for.
+        """The parts of each episode; nothing of a part is read before it is asked for.
 
         Args:
             cameras: of the data set.
-            ends: fields that end episodes.
+            ends: the fields that end episodes.
         """
         for file in self._files:
             for start, stop in file.bounds:
@@ -252,7 +254,7 @@ class _DataFile:
 
     Args:
         path: of the file.
-        features: those that it has, as `meta/info.json` has them.
+        features: feature in the file -> its entry in `meta/info.json`.
     """
 
     def __init__(self, path: Path, features: Mapping[str, Any]) -> None:
@@ -260,7 +262,7 @@ class _DataFile:
 
     @cached_property
     def bounds(self) -> list[tuple[int, int]]:
-        """The first row of each episode, and the one after its last."""
+        """(first row, row after the last) of each episode."""
         numbers = pq.read_table(self.path, columns=["episode_index"])["episode_index"].to_numpy()
         return episode_bounds(np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)])
 
@@ -274,25 +276,25 @@ class _DataFile:
         return {name: _column(self.path, self._table, name, about) for name, about in self._features.items()}
 
     def number(self, name: str, row: int) -> int:
-        """The number in a column; -1 if there is no such column."""
+        """The number in a column at a row; -1 if there is no such column."""
         return int(self._table[name][row].as_py()) if name in self._table.column_names else -1
 
     def forget(self) -> None:
-        """Give the memory of what was read back."""
+        """Give back the memory of the columns that were read."""
         self.__dict__.pop("columns", None)
         self.__dict__.pop("_table", None)
 
 
 class _Cameras:
-    """The videos of a data set, each read from its begin to its end as long as frames are asked for in their order.
+    """The videos of a data set. While frames are asked for in their order, a video is read once, without jumps.
 
     Attributes:
         sizes: feature -> height and width.
-        frames_at_once: how many are decoded at once.
+        frames_at_once: how many frames are decoded at once.
 
     Args:
         root: of the data set.
-        features: those that are videos, as `meta/info.json` has them.
+        features: feature that is a video -> its entry in `meta/info.json`.
         tolerance: how far a frame may be from its timestamp, in seconds.
 
     Raises:
@@ -309,7 +311,7 @@ class _Cameras:
         self._open: dict[str, tuple[Path, FilmReader]] = {}
 
     def read(self, file: _DataFile, rows: range) -> dict[str, Any]:
-        """Feature -> (rows, height, width, 3) uint8 of rows of one episode."""
+        """Feature -> (rows, height, width, 3) uint8, the frames of rows that belong to one episode."""
         if "timestamp" not in file.columns:
             raise CorruptBufferError(f"{file.path}: it has no column 'timestamp', by which frames are found")
         times = file.columns["timestamp"][rows.start : rows.stop].reshape(-1).astype(np.float64)
@@ -347,7 +349,7 @@ def _size(root: Path, name: str, about: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _places(root: Path, name: str) -> dict[int, tuple[int, int, float]]:
-    """Episode -> the numbers of chunk and file of its video, and the time in it of its first frame."""
+    """Episode -> (number of the chunk of its video, number of the file, time of its first frame in the file)."""
     wanted = ["episode_index", *(f"videos/{name}/{x}" for x in ("chunk_index", "file_index", "from_timestamp"))]
     places: dict[int, tuple[int, int, float]] = {}
     for file in sorted((root / "meta/episodes").glob("chunk-*/file-*.parquet")):
@@ -363,7 +365,7 @@ def _places(root: Path, name: str) -> dict[int, tuple[int, int, float]]:
 def exported(
     buffer: ReplayBuffer, imported_features: Mapping[str, Any], rate: float, tasks: Tasks
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(row of `meta/episodes`, features of shape (length, *shape), of images the channels last) of each episode."""
+    """(row of `meta/episodes`, feature -> (length, *shape), images with their channels last) of each episode."""
     names = read_names(buffer)
     for i, (rows, episode) in enumerate(exported_episodes(buffer)):
         length = len(rows)
@@ -388,7 +390,7 @@ def exported(
 
 
 class Tasks:
-    """The texts of tasks by their numbers; those of an imported data set, if the buffer has its `task_index`."""
+    """The texts of tasks by their numbers: as in the imported data set if the buffer has its `task_index`, else new."""
 
     def __init__(self, buffer: ReplayBuffer, imported: Mapping[str, Any]) -> None:
         self._imported = bool(imported.get("tasks")) and "task_index" in buffer.fieldnames
@@ -396,7 +398,7 @@ class Tasks:
         self._numbers: dict[str, int] = {}
 
     def numbers(self, episode: Mapping[str, Any], length: int) -> Any:
-        """(length,) int64 the number of each frame's task."""
+        """(length,) int64, the number of each frame's task."""
         if not self._imported:
             text = str(episode.get("task", ""))
             if text not in self._numbers:
@@ -412,7 +414,7 @@ class Tasks:
         return numbers
 
     def table(self) -> Any:
-        """The table as pandas writes it, the texts as its index: LeRobot finds a task by its place and its text."""
+        """The table as pandas writes it, with the texts as its index: LeRobot finds a task by its row and its text."""
         kinds = {"task_index": ("int64", "int64"), "task": ("unicode", "object")}
         columns = [
             {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": dtype, "metadata": None}
@@ -432,7 +434,7 @@ class _Table:
         self._rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
-        """Write a row, with the rows of a whole group: a row group of its own would take milliseconds."""
+        """Add a row. Rows are written `GROUP` at a time, as a row group for each would take milliseconds."""
         self._rows.append(row)
         if len(self._rows) == GROUP:
             self._flush()
@@ -457,7 +459,7 @@ class _Table:
 def _films_of(
     columns: Mapping[str, Any], videos: bool | Sequence[str] | None, imported_features: Mapping[str, Any]
 ) -> list[str]:
-    """The features that become videos."""
+    """The names of the features that become videos. Raises SchemaError if one is no image."""
     images = [name for name, column in columns.items() if is_image(column)]
     if videos is None:
         return [name for name in images if imported_features.get(name, {}).get("dtype") == "video"]
@@ -472,7 +474,7 @@ def _films_of(
 
 
 class _Film:
-    """The videos of a feature: of many episodes each, up to a size, after which there is another file."""
+    """The videos of a feature: each file has many episodes, up to `VIDEO_MB`."""
 
     def __init__(self, root: Path, name: str, rate: float, vcodec: str, crf: int) -> None:
         self._root, self._name, self._rate, self._vcodec = root, name, rate, vcodec
@@ -481,7 +483,7 @@ class _Film:
         self._writer: FilmWriter | None = None
 
     def write(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Add an episode; where its frames are, for `meta/episodes`."""
+        """Add the frames of an episode. Returns their place, for `meta/episodes`."""
         frames, times = columns[self._name], columns["timestamp"]
         expected = np.arange(len(frames)) / self._rate
         if not (abs(times - expected) <= TOLERANCE + np.spacing(np.float32(expected[-1]))).all():
@@ -509,7 +511,7 @@ class _Film:
             self._writer = None
 
     def info(self) -> dict[str, Any]:
-        """The facts about a video in LeRobot's `meta/info.json`."""
+        """The facts about the videos in LeRobot's `meta/info.json`."""
         about = film_info(self._path(0))
         return {f"video.{which}": value for which, value in about.items()} | {"has_audio": False}
 
@@ -518,9 +520,10 @@ class _Film:
 
 
 class FeatureStatistics:
-    """The statistics in `meta/stats.json` and `meta/episodes`; those of text are left out.
+    """The statistics in `meta/stats.json` and `meta/episodes`; text has none.
 
-    As in LeRobot, they are by channel for images, whose values are scaled to 0 … 1, and by the last axis for others.
+    As in LeRobot there is one value for each channel of images, which are scaled to 0 … 1, and for each entry of the
+    last axis of other features.
     """
 
     def __init__(self, frames: int) -> None:
@@ -530,7 +533,7 @@ class FeatureStatistics:
         self._columns: dict[str, Any] = {}
 
     def add(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The statistics of an episode, by `stats/<feature>/<which>`."""
+        """Add the columns of an episode. Returns its statistics: `stats/<feature>/<which>` -> value."""
         self._columns = {name: x for name, x in columns.items() if x.dtype.kind != "U" and x[0].size}
         row: dict[str, Any] = {}
         for name, column in self._columns.items():
@@ -545,7 +548,7 @@ class FeatureStatistics:
         return row
 
     def whole(self) -> dict[str, dict[str, Any]]:
-        """The statistics of all episodes, by feature."""
+        """Feature -> the statistics of all episodes that were added."""
         return {name: _stats(self._features[name], column, self._frames) for name, column in self._columns.items()}
 
     def _running(self, column: Any, frames: int) -> RunningStatistics:
@@ -554,7 +557,7 @@ class FeatureStatistics:
 
 
 def _blocks(column: Any) -> Iterator[Any]:
-    """The values of a feature, (n, channels) float64, a few megabytes at a time."""
+    """The values of a feature, (n, channels) float64, at most `BLOCK_BYTES` at a time."""
     step = max(1, BLOCK_BYTES // (8 * max(1, column[0].size)))
     for start in range(0, len(column), step):
         block = column[start : start + step].astype(np.float64)
@@ -569,18 +572,18 @@ def _stats(running: RunningStatistics, column: Any, frames: int) -> dict[str, An
     values |= {"min": result.min, "max": result.max}
     if is_image(column):  # LeRobot writes three channels for every image
         values = {which: np.broadcast_to(value, 3).reshape(3, 1, 1) for which, value in values.items()}
-    elif column.dtype.kind in "biu" and column.dtype != np.uint64:  # Arrow's whole numbers have a sign here
+    elif column.dtype.kind in "biu" and column.dtype != np.uint64:  # uint64 does not fit Arrow's int64
         values |= {which: values[which].astype(column.dtype) for which in ("min", "max")}
     return {which: value.tolist() for which, value in values.items()} | {"count": [frames]}
 
 
 def is_image(column: Any) -> bool:
-    """Whether a feature, (frames, *shape), is of images with their channels last."""
+    """Whether a feature, (frames, *shape), holds images with their channels last."""
     return bool(column.dtype == np.uint8 and column.ndim == 4 and column.shape[-1] in (1, 3))
 
 
 def rate_of(buffer: ReplayBuffer, imported: Mapping[str, Any], fps: float | None) -> float:
-    """Frames a second, a whole number where it is one: as given, else those of the imported data set."""
+    """Frames a second, `fps` or as in the imported data set; an int if it is a whole number. Raises SchemaError."""
     rate = fps or imported.get("fps")
     if rate is None:
         raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
@@ -626,7 +629,7 @@ def _info(root: Path) -> dict[str, Any]:
 
 
 def _statistics(root: Path, lengths: Sequence[int]) -> dict[str, Any] | None:
-    """Its `meta/stats.json`, and how many episodes and frames they are of; None where there are none."""
+    """The statistics in `meta/stats.json`, and `of` how many episodes and frames; None if there is no such file."""
     path = root / "meta" / "stats.json"
     if not path.exists():
         return None
@@ -634,7 +637,7 @@ def _statistics(root: Path, lengths: Sequence[int]) -> dict[str, Any] | None:
 
 
 def _tasks(root: Path) -> dict[int, str]:
-    """Number -> text; the texts are a column of any name, as pandas writes its index."""
+    """Number -> text of each task. The column of texts may have any name, as pandas writes its index."""
     if not (root / TASKS).exists():
         return {}
     table = pq.read_table(root / TASKS)
@@ -675,7 +678,7 @@ def feature_name(name: str, names: Names) -> str:
 
 
 def shaped(column: Any, feature: Mapping[str, Any] | None) -> Any:
-    """A feature as LeRobot has it: one number a frame without an axis, the channels of images last."""
+    """A feature in LeRobot's shape: (frames,) if it has one number a frame, channels last if it is an image."""
     if column.shape[1:] == (1,):
         return column[:, 0]
     if feature and feature["dtype"] == "image" and not is_image(column) and column.ndim == 4:
@@ -684,7 +687,7 @@ def shaped(column: Any, feature: Mapping[str, Any] | None) -> Any:
 
 
 def _arrow(column: Any) -> Any:
-    """A column as Arrow has it: images as PNG, vectors as lists of a fixed length."""
+    """A column as an Arrow array: images as PNG, vectors as lists of a fixed length."""
     if is_image(column):
         return pa.array([{"bytes": _png(image), "path": None} for image in column], IMAGE)
     return column_of(column)
@@ -697,7 +700,7 @@ def _png(image: Any) -> bytes:
 
 
 def feature_of(column: Any, imported: Mapping[str, Any] | None, *, video: bool = False) -> Mapping[str, Any]:
-    """The entry of a feature in `meta/info.json`: that of the imported data set, as long as it still fits."""
+    """The entry of a feature in `meta/info.json`: as in the imported data set if that still fits, else a new one."""
     shape, kind, names = list(column.shape[1:]) or [1], column.dtype.name, None
     if is_image(column):
         kind, names = "video" if video else "image", ["height", "width", "channels"]

@@ -1,7 +1,7 @@
-"""LeRobot: a folder with the face of its `LeRobotDataset`, which its policies train from without an export.
+"""LeRobot: a folder in the form of its `LeRobotDataset`, from which its policies train without an export.
 
-Fields have the names and shapes that `export_lerobot` would give them; those of an imported data set are its own.
-Nothing of LeRobot is imported.
+Features have the names and shapes that `export_lerobot` would give them: in an imported data set its own. Nothing of
+LeRobot is imported.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ class DiskLeRobotDataset:
     """A `LeRobotDataset` whose frames lie in a folder.
 
     An item is a dict of tensors by the names of features: images float32 (C, H, W) between 0 and 1, other numbers
-    float32 or int64, and `task`, a text. A feature in `delta_timestamps` has an axis of time in front, the nearest
-    frame of the episode where there is none, and `<feature>_is_pad`. It has the episodes that were there when it was
-    made. It pickles for the workers of a DataLoader, which reads each batch at once.
+    float32 or int64, and `task`, a text. A feature in `delta_timestamps` has an axis of time in front; beyond the ends
+    of the episode it repeats the nearest frame, and `<feature>_is_pad` is True there. The data set has the episodes
+    that were visible when it was made. It pickles for the workers of a DataLoader, which reads each batch at once.
 
     Args:
         repo_id: a name for the data set.
-        root: the folder; or a buffer that is open.
-        episodes: positions of the episodes that are wanted; default: all.
+        root: the folder; or an open buffer.
+        episodes: the positions of the episodes to give; None: all.
         image_transforms: a function from images to images, called for each camera of each item.
         delta_timestamps: feature -> seconds from the frame's time, such as those of `resolve_delta_timestamps`.
-        tolerance_s: how far these may be from whole frames, in seconds.
-        fps: frames a second; default: those of the imported data set.
+        tolerance_s: how far these seconds may be from whole frames.
+        fps: frames a second; default: as in the imported data set.
 
     Attributes:
-        meta: what is known of the data set, see `DiskLeRobotMetadata`.
-        episodes: as given.
+        meta: the facts about the data set, see `DiskLeRobotMetadata`.
+        episodes: the argument `episodes`.
         delta_indices: feature -> frames from the item's frame, or None.
 
     Raises:
         NotABufferError: there is no buffer in the folder.
         NotEnoughDataError: there are no episodes.
-        SchemaError: no `fps` is known, a feature of `delta_timestamps` is not there, or a `capacity` forgot the first
-            frames of an episode.
-        ValueError: `delta_timestamps` are not of whole frames.
+        SchemaError: no `fps` is known, a feature of `delta_timestamps` is not there, or a `capacity` has trimmed the
+            oldest episode.
+        ValueError: `delta_timestamps` are not at whole frames.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class DiskLeRobotDataset:
 
     @property
     def num_frames(self) -> int:
-        """How many frames the wanted episodes have."""
+        """How many frames the episodes of this data set have."""
         return self.meta.total_frames if self._positions is None else len(self._positions)
 
     @property
     def num_episodes(self) -> int:
-        """How many episodes are wanted."""
+        """How many episodes this data set gives."""
         return self.meta.total_episodes if self.episodes is None else len(self.episodes)
 
     @property
@@ -121,12 +121,12 @@ class DiskLeRobotDataset:
         return self.num_frames
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
-        """The item of one frame, by its place among those of the wanted episodes."""
+        """The item of one frame, by its position among all frames of this data set."""
         item: dict[str, Any] = self.__getitems__([idx])[0]
         return item
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Many items, read at once."""
+        """The items of many frames, read at once."""
         batch = self._frames.__getitems__(indices if self._positions is None else self._positions[list(indices)])
         return batch if self.image_transforms is None else [self._transformed(item) for item in batch]
 
@@ -147,19 +147,19 @@ class DiskLeRobotDataset:
 
 
 class DiskLeRobotMetadata:
-    """The metadata of a data set, as LeRobot's `LeRobotDatasetMetadata` has them.
+    """The metadata of a data set, with the names of LeRobot's `LeRobotDatasetMetadata`.
 
     Args:
         repo_id: a name for the data set.
         disk: the buffer.
-        fps: frames a second; default: those of the imported data set.
+        fps: frames a second; default: as in the imported data set.
 
     Attributes:
         stored: name of a feature -> the field that holds it.
-        info: what `meta/info.json` says.
-        episodes: a row for each episode, and columns by their names.
-        bounds: (episodes, 2) int64 the first frame of each episode and the one after its last.
-        texts: the tasks.
+        info: the content that `meta/info.json` would have.
+        episodes: a table: rows by number, columns by name.
+        bounds: (episodes, 2) int64, the first frame of each episode and the frame after its last.
+        texts: the texts of the tasks.
 
     Raises:
         NotEnoughDataError: there are no episodes.
@@ -191,7 +191,7 @@ class DiskLeRobotMetadata:
         self.episodes = _Table({name: column.tolist() for name, column in columns.items()})
 
     def _tasks_of(self, imported: Mapping[str, Any]) -> None:
-        """Find the tasks: of frames where the imported data set has them by number, else of episodes."""
+        """Find the tasks: by frame if the buffer has an imported `task_index`, else by episode, of the field `task`."""
         self.by_frame = bool(imported.get("tasks")) and "task_index" in self._disk.fieldnames
         self.texts: list[str] = list(imported["tasks"]) if self.by_frame else [""]
         self.task_of = np.zeros(len(self.serials), np.int64)
@@ -203,7 +203,7 @@ class DiskLeRobotMetadata:
             self.task_of = np.array([numbers[str(text)] for text in texts])
 
     def _features(self, imported_features: Mapping[str, Any]) -> dict[str, Any]:
-        """The features as an export would declare them."""
+        """Feature -> the entry that an export would write into `meta/info.json`."""
         fields = self._disk.schema.fields
         columns = {name: _example(fields[ours], imported_features.get(name)) for name, ours in self.stored.items()}
         columns.setdefault("timestamp", np.zeros(1, np.float32))
@@ -220,9 +220,9 @@ class DiskLeRobotMetadata:
 
     @property
     def stats(self) -> dict[str, dict[str, Array]]:
-        """Statistics of each feature: those of the imported data set as long as it has as many frames, else computed.
+        """Statistics of each feature: of the imported data set if its numbers of episodes and frames are the same.
 
-        To compute them reads every frame once.
+        Else they are computed, which reads every frame once.
         """
         return self.compute_stats() if self._stats is None else self._stats
 
@@ -231,7 +231,7 @@ class DiskLeRobotMetadata:
         self._stats = stats
 
     def compute_stats(self) -> dict[str, dict[str, Array]]:
-        """Compute `stats` of the frames that are there, as after a change of values; every frame is read once."""
+        """Compute `stats` anew, as after values were changed; this reads every frame once."""
         statistics = FeatureStatistics(self.total_frames)
         tasks = Tasks(self._disk, self._imported)
         for _, columns in exported(self._disk, self._imported.get("features") or {}, float(self.fps), tasks):
@@ -262,7 +262,7 @@ class DiskLeRobotMetadata:
 
 
 class _Table:
-    """Rows by number and columns by name, as those of a Hugging Face data set."""
+    """A table with rows by number and columns by name, as a Hugging Face data set has them."""
 
     def __init__(self, columns: Mapping[str, list[Any]]) -> None:
         self._columns = dict(columns)
@@ -278,7 +278,7 @@ class _Table:
 
 
 class _AsFrames:
-    """A transform: a batch of offsets as LeRobot's items have it. It pickles without the buffer."""
+    """A transform from a batch of offsets to the features of LeRobot's items. It pickles without the buffer."""
 
     def __init__(
         self, meta: DiskLeRobotMetadata, fields: Mapping[str, Field], deltas: Mapping[str, Sequence[int]]
@@ -314,14 +314,14 @@ class _AsFrames:
 
 @dataclass(frozen=True)
 class _Feature:
-    """How the rows of a field become a feature: the field, the layout of its images, whether it keeps its time axis."""
+    """The way from a field's rows to a feature: the field, its layout (`_layout`), whether it keeps its time axis."""
 
     field: str
     layout: str
     over_time: bool
 
     def of(self, rows: Any) -> Any:
-        """Rows (B, K, *shape) as (B, K, *feature), or (B, *feature) without an axis of time."""
+        """Rows (B, K, *shape) as (B, K, *feature), or (B, *feature) if the feature has no time axis."""
         if isinstance(rows, list):
             return rows if self.over_time else [row[0] for row in rows]
         rows = rows if self.over_time else rows[:, 0]
@@ -331,14 +331,14 @@ class _Feature:
             rows = rows.movedim(-1, -3)
         if self.layout in ("first", "last"):
             floats = rows.new_empty(rows.shape, dtype=rows[:0].float().dtype)
-            return floats.copy_(rows).div_(255)  # memory that is new is what takes the time: once, not three times
+            return floats.copy_(rows).div_(255)  # in place: allocating memory takes the time, so only once
         if rows.dtype.is_floating_point:
             return rows.float()
         return rows if str(rows.dtype) == "torch.bool" else rows.long()
 
 
 def _layout(about: Mapping[str, Any], field: Field) -> str:
-    """Where the channels of an image are; "scalar" for one number with an axis, "" for other features."""
+    """The axis of an image's channels, "first" or "last"; "scalar" for shape (1,), "" for other features."""
     if about["dtype"] in CAMERAS:
         declared_first = tuple(about["shape"]) == field.shape and "channel" in (about["names"] or [""])[0]
         return "first" if declared_first or field.shape[-1] not in (1, 3) else "last"
@@ -346,16 +346,16 @@ def _layout(about: Mapping[str, Any], field: Field) -> str:
 
 
 def _example(field: Field, feature: Mapping[str, Any] | None) -> Array:
-    """A frame of a feature, of zeros."""
+    """A feature of one frame, of zeros: (1, *shape)."""
     dtype = np.float32 if str(field.dtype) == "bfloat16" else field.dtype
     return np.asarray(shaped(np.zeros((1, *field.shape), dtype), feature))
 
 
 def _frames_of(deltas: Mapping[str, Sequence[float]], fps: float, tolerance: float) -> dict[str, list[int]]:
-    """Seconds as frames.
+    """Feature -> frames, from feature -> seconds.
 
     Raises:
-        ValueError: some are farther than the tolerance from a whole frame.
+        ValueError: some seconds are farther than the tolerance from a whole frame.
     """
     for name, seconds in deltas.items():
         off = [s for s in seconds if abs(s * fps - round(s * fps)) / fps > tolerance]

@@ -1,4 +1,4 @@
-"""Lightning: a data module whose loaders, split and seed come from a folder, and go on where a checkpoint stood.
+"""Lightning: a data module for the episodes of a folder, whose loaders go on where a checkpoint stood.
 
 trainer.fit(model, EpisodeDataModule("data", 32, n_steps=1), ckpt_path="last")
 """
@@ -23,28 +23,28 @@ SPLIT = {"train": 0.9, "val": 0.1}
 class EpisodeDataModule(LightningDataModule):
     """The episodes of a folder for `fit`, `validate`, `test` and `predict`.
 
-    Training items come in a random order that seed and epoch fix; those of the other parts in their order, each once on
-    all ranks together. An episode stays in its part when others are added. A checkpoint has the seed and the split,
-    which a run that continues takes over, and the place within an epoch.
+    Training items come in a random order that seed and epoch fix. Items of the other parts come in their order; all
+    ranks together give each item once. An episode stays in its part when others are added. A checkpoint has the seed
+    and the split, which a run that continues takes over, and the place within an epoch.
 
     Args:
-        folder: where it is, opened in each process; or a buffer that is open.
+        folder: the folder of the buffer, opened in each process; or an open buffer.
         batch_size: items of a batch, on each rank.
-        split: "train", "val", "test", "predict" -> fraction of the episodes; default: 0.9 and 0.1 of them for the first
-            two. Parts that are left out have no loader, but "predict", which then has every episode.
-        split_seed: which episodes each part gets.
-        seed: of the order of training.
+        split: "train", "val", "test", "predict" -> fraction of the episodes; default: 0.9 for "train", 0.1 for "val".
+            A part that is left out has no loader; only "predict" then has every episode.
+        split_seed: decides which episodes each part gets.
+        seed: of the order of training items.
         train: options of `ReplayBuffer.dataloader` for this part alone.
-        val: likewise.
-        test: likewise.
-        predict: likewise.
+        val: options of `ReplayBuffer.dataloader` for this part alone.
+        test: options of `ReplayBuffer.dataloader` for this part alone.
+        predict: options of `ReplayBuffer.dataloader` for this part alone.
         options: of `ReplayBuffer.dataloader` for all parts, such as `n_steps`, `view`, `num_workers`, `prefetch`.
 
     Attributes:
         buffer: the `ReplayBuffer` or `ConcatBuffer`, from `setup` to `teardown`.
 
     Raises:
-        SchemaError: a part is not one of these.
+        SchemaError: `split` names another part.
     """
 
     def __init__(
@@ -73,26 +73,26 @@ class EpisodeDataModule(LightningDataModule):
         self._offer()
 
     def _offer(self) -> None:
-        """Leave the loaders of missing parts to Lightning's base class, so that it takes them for not implemented."""
+        """Give missing parts the loaders of Lightning's base class, so that Lightning sees them as not implemented."""
         for name in PARTS[:3]:
             self.__dict__.pop(f"{name}_dataloader", None)
             if name not in self.split:
                 setattr(self, f"{name}_dataloader", partial(getattr(LightningDataModule, f"{name}_dataloader"), self))
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the folder; called by the trainer in each process.
+        """Open the folder; the trainer calls it in each process.
 
         Args:
-            stage: for which of its methods.
+            stage: the trainer's method: "fit", "validate", "test" or "predict"; without effect.
         """
         if self.buffer is None:
             self.buffer = opened(self.folder)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Close what `setup` opened.
+        """Close the buffer that `setup` opened.
 
         Args:
-            stage: of which of the trainer's methods.
+            stage: the trainer's method: "fit", "validate", "test" or "predict"; without effect.
         """
         if isinstance(self.buffer, ReplayBuffer) and self.buffer is not self.folder:
             self.buffer.close()
@@ -111,7 +111,7 @@ class EpisodeDataModule(LightningDataModule):
         return self._loader("test", tail="uneven")
 
     def predict_dataloader(self) -> Any:
-        """The loader of "predict"; without such a part that of every episode."""
+        """The loader of "predict"; of every episode if there is no such part."""
         return self._loader("predict", tail="uneven")
 
     def _loader(self, part: str, **how: Any) -> Any:
@@ -122,7 +122,7 @@ class EpisodeDataModule(LightningDataModule):
         return self.buffer.dataloader(self.batch_size, **options)
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed and the split, for a checkpoint; the place in an epoch is saved with the loader."""
+        """The seed and the split, for a checkpoint; the loader saves the place in an epoch."""
         return {"seed": self.seed, "split": dict(self.split), "split_seed": self.split_seed}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Folders of memmap-replay-buffer, of any of its versions on PyPI: in, of its memmap and its HDF5 layout; out, of HDF5.
+"""Folders of memmap-replay-buffer, of any version on PyPI: import of its memmap and HDF5 layouts, export to HDF5.
 
 Its configuration is a pickle, which is read without unpickling; a folder whose pickle holds more than plain values is
-refused. Its first versions wrote none: then the names of the files are the names of the fields.
+refused. Its first versions wrote no configuration: then the names of the files are the names of the fields.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def import_memmap_replay_buffer(
 
     Args:
         path: the folder of memmap-replay-buffer.
-        folder: where; see `ReplayBuffer`.
-        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
-            "overwrite" what is there when the import is whole.
+        folder: where the buffer is made; see `ReplayBuffer`.
+        if_exists: what to do if something is in the folder: "error" raises; "resume" goes on with an import of this
+            source that was interrupted; "overwrite" replaces it when the import is whole.
         keep_partial: whether to import an episode that was still open when the folder was last written.
-        options: of `ReplayBuffer`; `max_episodes`, `max_timesteps`, `circular` are those of the folder.
+        options: of `ReplayBuffer`; by default `max_episodes`, `max_timesteps` and `circular` are as in the folder.
 
     Returns:
         The buffer, open for writing.
 
     Raises:
-        NotABufferError: it is no such folder.
+        NotABufferError: the path is no such folder.
         CorruptBufferError: a file is damaged, or does not fit the others.
-        SchemaError: its configuration holds more than plain values.
+        SchemaError: the configuration holds more than plain values.
     """
     target, source = Target.checked(folder, if_exists, options), path_of(path)
     config = _config(source)
@@ -84,13 +84,13 @@ def export_memmap_replay_buffer(
     That layout has no final observations, so these are left out.
 
     Args:
-        buffer: of numbers that it knows: bool, uint8, whole numbers (stored as int32) and floats (as float32).
+        buffer: of dtypes that the layout has: bool, uint8, whole numbers (stored as int32) and floats (as float32).
         path: the folder.
-        max_episodes: of the new buffer; default: as many as there are.
+        max_episodes: of the new folder; default: as many episodes as the buffer has.
         compression: of h5py, such as "gzip"; None for none.
 
     Raises:
-        SchemaError: a name or a dtype that it does not know, or a number that int32 does not hold.
+        SchemaError: the layout has no such name or dtype, or int32 does not hold a number.
         OSError: there is a folder already.
     """
     with extra("hdf5"):
@@ -134,7 +134,7 @@ def export_memmap_replay_buffer(
 
 
 def _kind_of(name: str, field: Field) -> str:
-    """How memmap-replay-buffer spells a field's dtype."""
+    """memmap-replay-buffer's spelling of a field's dtype. Raises SchemaError if it has none, or the name has a dot."""
     spelling = {"bool": "bool", "uint8": "uint8", "bfloat16": "float"}.get(field.dtype)
     spelling = spelling or {"i": "int", "u": "int", "f": "float"}.get(field.storage.kind)
     if spelling is None or "." in name:
@@ -146,7 +146,7 @@ def _kind_of(name: str, field: Field) -> str:
 
 
 def _require_narrow(buffer: ReplayBuffer) -> None:
-    """Raise SchemaError where a whole number is none of int32."""
+    """Raise SchemaError if int32 does not hold one of the buffer's whole numbers."""
     wide = {name: field.storage for name, field in buffer.schema.all.items() if field.storage.kind in "iu"}
     names = [name for name, dtype in wide.items() if not np.can_cast(dtype, np.int32)]
     for i in range(len(buffer) if names else 0):
@@ -207,7 +207,7 @@ def _map(path: Path) -> Any:
 
 
 def _declared(arrays: dict[str, Any], declared: Any) -> dict[str, Any]:
-    """The arrays in the order of the configuration; others belonged to a buffer that was overwritten."""
+    """The arrays that the configuration names, in its order; others belong to a buffer that was overwritten."""
     if not isinstance(declared, Mapping):
         return arrays
     names = [*declared, *(name for name in (LENGTHS,) if name in arrays and name not in declared)]
@@ -234,7 +234,7 @@ def _field(array: Any, lead: int, declared: Any, name: str) -> Field:
 
 
 def _order(lengths: Any, state: Mapping[str, int], keep_partial: bool) -> list[int]:
-    """The slots of episodes, oldest first: a ring goes on where the next would be written."""
+    """The slots of episodes, the oldest first: in a ring that is the slot where the next episode would be written."""
     first = state.get("episode_index", 0) % len(lengths)
     slots = [*range(first, len(lengths)), *range(first)]
     if state.get("timestep_index", 0) > 0:

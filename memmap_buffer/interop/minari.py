@@ -1,9 +1,9 @@
-"""Minari data sets, in and out: episodes, infos, per-episode metadata, spaces and the environment's spec.
+"""Minari data sets, import and export: episodes, infos, metadata of episodes, spaces and the environment's spec.
 
 The metadata of the data set as a whole is stored in the folder's `extra/minari.json`, so that an export restores it;
-keys that are no identifiers are changed into such, and restored as well. Infos become `info.<name>`. Infos that begin
-with the reset's have one entry more than there are steps: they become fields with `final`, whose row t was known before
-action t.
+keys that are no identifiers are changed into such, and restored as well. Infos become `info.<name>`. If infos begin
+with those of the reset, they have one entry more than there are steps, and become fields with `final`: row t was known
+before action t.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ with extra("minari"):
     from minari.serialization import deserialize_space
     from minari.storage.local import get_dataset_path
 
-# Minari writes these anew for each copy of a data set.
+# Minari writes these keys anew for each copy of a data set.
 OF_THE_COPY = {"total_episodes", "total_steps", "dataset_size", "data_format", "jpeg_encoding", "minari_version"}
 OWN_META = ("id", "total_steps", "seed")
 RENAMED = {"rewards": "reward", "terminations": "terminated", "truncations": "truncated"}
@@ -63,23 +63,23 @@ def import_minari(
 ) -> ReplayBuffer:
     """Copy a Minari data set into a folder.
 
-    It is read twice, first for its dtypes; the values are exact. Bool meta fields `given.<name>` mark the
-    episodes that have metadata which others lack, and `given.seed` those that have a seed.
+    The data set is read twice, first for its dtypes; the values are exact. If only some episodes have the metadata
+    <name>, the bool meta field `given.<name>` is True for these; `given.seed` is True for episodes that have a seed.
 
     Args:
-        dataset: its id, the folder of its data, or the data set, also a filtered one.
-        folder: where; see `ReplayBuffer`.
-        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
-            "overwrite" what is there when the import is whole.
-        infos: all of them, none, or a list of their names.
-        download: whether Minari fetches a data set that is not there, from where its `MINARI_REMOTE` says.
-        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
+        dataset: the id of the data set, the folder of its data, or a `MinariDataset`, also a filtered one.
+        folder: where the buffer is made; see `ReplayBuffer`.
+        if_exists: what to do if something is in the folder: "error" raises; "resume" goes on with an import of this
+            source that was interrupted; "overwrite" replaces it when the import is whole.
+        infos: True: import all; False: none; or a list of the names of infos to import.
+        download: whether Minari downloads a missing data set, from the place that its `MINARI_REMOTE` names.
+        options: of `ReplayBuffer`; by default `max_episodes` and `max_timesteps` are as many as the episodes need.
 
     Returns:
         The buffer, open for writing.
 
     Raises:
-        SchemaError: no field can hold an info or metadatum; the text names it.
+        SchemaError: no field can hold an info or a metadatum; the text names it.
     """
     target = Target.checked(folder, if_exists, options)
     source = dataset if isinstance(dataset, MinariDataset) else _load(dataset, download)
@@ -125,23 +125,23 @@ def export_minari(
     data_format: str = "hdf5",
     **metadata: Any,
 ) -> MinariDataset:
-    """Copy a buffer into a new local Minari data set. Images are stored as they are, not as JPEG.
+    """Copy a buffer into a new local Minari data set. Images are stored without loss, not as JPEG.
 
     Args:
         buffer: with the fields `observation` (with `final`), `action`, `reward`, as `import_minari` and
-            `RecordEpisodes` make them, and `info`; the fields that end its episodes become Minari's `terminations`
-            and `truncations`. Other fields become infos.
-        dataset_id: of the new one, such as "pen/human-v0".
-        env: the environment, or its id; default: that of the imported data set.
+            `RecordEpisodes` make them; the fields that end its episodes become Minari's `terminations` and
+            `truncations`. Other fields, such as `info.<name>`, become infos.
+        dataset_id: of the new data set, such as "pen/human-v0".
+        env: the environment, or its id; default: the environment of the imported data set.
         data_format: one of Minari's; with others than "hdf5" all infos must have `final`, as each episode is a table.
-        metadata: author, algorithm_name, description, …; instead of those of the imported data set.
+        metadata: author, algorithm_name, description, …; they replace those of the imported data set.
 
     Returns:
         The new data set.
 
     Raises:
         SchemaError: an episode has no final observation, there is no `reward`, no environment is known, a field is of
-            lists or is none that the format holds, or images are to be stored by a Minari that can do so as JPEG only.
+            lists or of a kind that the format cannot hold, or Minari is so old that it stores images only as JPEG.
     """
     require_fields(buffer, ("reward",), "Minari")
     table = data_format != "hdf5"
@@ -175,7 +175,7 @@ def export_minari(
 
 
 def _require_storable(schema: Schema, data_format: str, *, table: bool) -> None:
-    """Raise SchemaError where a field is none that Minari stores, with `table` in a row for each observation."""
+    """Raise SchemaError if Minari cannot store a field. `table`: a format with a row for each observation."""
     require_kinds(schema.fields, f"Minari's {data_format!r}", "c" if table else "")
     for name, field in schema.fields.items():
         if field.entries.kind == "U" and field.shape:
@@ -188,13 +188,17 @@ def _require_storable(schema: Schema, data_format: str, *, table: bool) -> None:
 
 
 def _infos_of(schema: Schema) -> list[str]:
-    """The fields that become infos."""
+    """The names of the fields that become infos."""
     own = {"reward", *schema.ends}
     return [name for name in schema.fields if name not in own and name.split(".")[0] not in ("observation", "action")]
 
 
 def _as_they_are(buffer: ReplayBuffer) -> dict[str, bool]:
-    """The option of Minari to store images not as JPEG; before 0.5.4 it always does, and with all arrays of uint8."""
+    """Minari's option for images without JPEG. Before 0.5.4 Minari has none, and stores all arrays of uint8 as JPEG.
+
+    Raises:
+        SchemaError: Minari is older, and the buffer has arrays of uint8.
+    """
     if "jpeg_encoding" in inspect.signature(MinariStorage.new).parameters:
         return {"jpeg_encoding": False}
     fields = {name: field for name, field in buffer.schema.fields.items() if name not in buffer.schema.ends}
@@ -236,7 +240,7 @@ def _episodes(
 
 
 def _columns(tree: Any) -> Any:
-    """Nested arrays; Minari has lists and bytes as well, and dicts for nested infos in a table."""
+    """Nested dicts of arrays from Minari's values, which may be lists, bytes or, in a table, a dict for each step."""
     if isinstance(tree, Mapping):
         return {key: _columns(value) for key, value in tree.items()}
     array = np.asarray(tree)
@@ -287,7 +291,7 @@ def _episode_buffer(
 
 
 def _values(tree: Any, *, lists: bool = False) -> Any:
-    """Text as lists of str, with `lists` numbers as well: Minari 0.5.4 reads nothing else from tables."""
+    """Nested values with text as lists of str. `lists`: numbers as lists, too, as Minari 0.5.4 needs for tables."""
     if isinstance(tree, Mapping):
         return {key: _values(value, lists=lists) for key, value in tree.items()}
     if tree.dtype.kind == "U":
@@ -296,7 +300,7 @@ def _values(tree: Any, *, lists: bool = False) -> Any:
 
 
 def _metadata_of(buffer: ReplayBuffer, episode: dict[str, Any], names: Names, *, as_json: bool) -> dict[str, Any]:
-    """The metadata that the episode was given: nested dicts of JSON's values, or else keys such as a/b."""
+    """The metadata that the episode was given. `as_json`: nested dicts of JSON's values; else keys such as "a/b"."""
     values = flatten(episode)
     out: dict[str, Any] = {}
     for name in buffer.schema.meta_fields:

@@ -1,7 +1,7 @@
-"""OGBench's npz files, in and out: flat arrays of steps, in which rows with `terminals` hold episodes' last states.
+"""OGBench's npz files, import and export: flat arrays of steps; a row with `terminals` holds an episode's last state.
 
-Such a row becomes the final observation. Its action was never carried out, and OGBench's own loader leaves it out, too:
-it is not imported, and exported as zeros.
+Such a row becomes the final observation. Its action was never carried out, and OGBench's own loader leaves that action
+out, too: it is not imported, and is exported as zeros.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from memmap_buffer.interop.episodes import exported_episodes, import_episodes, r
 from memmap_buffer.interop.target import Target
 
 NAMES = {"observation": "observations", "action": "actions", "reward": "rewards"}
-OF_ACTIONS = frozenset({"action", "reward"})
+OF_ACTIONS = frozenset({"action", "reward"})  # fields that have no final entry
 
 
 def import_ogbench(path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "error", **options: Any) -> ReplayBuffer:
-    """Copy an OGBench file into a folder, cut into its episodes; all of the file is held in memory meanwhile.
+    """Copy an OGBench file into a folder, cut into its episodes; the whole file is in memory during the import.
 
-    Every array of one row a step is imported: `observations` and `actions` as `observation` and `action`, others, such
-    as `qpos`, by their names. The last step of an episode is `truncated`: its data sets have no other end.
+    Every array is imported, and must have a row for each step: `observations` and `actions` as `observation` and
+    `action`, others, such as `qpos`, by their names. The last step of an episode is `truncated`: OGBench's data sets
+    have no other end.
 
     Args:
         path: the file.
-        folder: where; see `ReplayBuffer`.
-        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
-            "overwrite" what is there when the import is whole.
-        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
+        folder: where the buffer is made; see `ReplayBuffer`.
+        if_exists: what to do if something is in the folder: "error" raises; "resume" goes on with an import of this
+            source that was interrupted; "overwrite" replaces it when the import is whole.
+        options: of `ReplayBuffer`; by default `max_episodes` and `max_timesteps` are as many as the episodes need.
 
     Returns:
         The buffer, open for writing.
 
     Raises:
-        SchemaError: it is no such file, or an episode has no step.
+        SchemaError: the path is no such file, or an episode has no step.
     """
     target = Target.checked(folder, if_exists, options)
     arrays = _read(path_of(path))
@@ -71,7 +72,7 @@ def import_ogbench(path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "err
 
 
 def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
-    """Copy a buffer into a new file in OGBench's layout; all of it is held in memory meanwhile.
+    """Copy a buffer into a new file in OGBench's layout; all its fields are in memory during the export.
 
     Args:
         buffer: with the fields `observation` (with `final`) and `action`; other fields with `final` are copied, too.
@@ -99,7 +100,7 @@ def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
         terminals[rows.stop + i] = 1
     names = read_names(buffer, NAMES)
     named: dict[str, Any] = {names.key(name): column for name, column in out.items()}
-    with path_of(path).open("wb") as file:  # to a path numpy would add .npz
+    with path_of(path).open("wb") as file:  # given a path, numpy would add .npz to it
         np.savez_compressed(file, **named, terminals=terminals)
 
 
@@ -119,5 +120,5 @@ def _read(path: Path) -> dict[str, Array]:
 
 def _read_array(archive: ZipFile, name: str) -> Array:
     with archive.open(f"{name}.npy") as file:
-        array: Array = np.lib.format.read_array(file)  # which refuses objects
+        array: Array = np.lib.format.read_array(file)  # refuses arrays of objects
     return array

@@ -1,4 +1,4 @@
-"""Batches between the steps of an environment: what ReAgent's `ReplayBufferDataset` is."""
+"""Batches between the steps of an environment, as ReAgent's `ReplayBufferDataset` gives them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from memmap_buffer.adapters import check_count
 
 
 class OnlineBatches:
-    """An iterable that plays in an environment, records, and between steps gives batches of what was recorded.
+    """An iterable that plays in an environment, records the timesteps, and between them gives batches of the buffer.
 
-    Each iteration begins with a reset and plays until it has had its episodes. A loop that is left keeps what it
-    recorded; the episode that it was in ends there, as cut short.
+    Each iteration begins with a reset and plays `num_episodes` episodes. If the loop over it is left earlier, the
+    recorded timesteps stay, and the open episode ends there, as cut short.
 
     Args:
-        buffer: as `ReplayBuffer.for_env` makes it.
+        buffer: a buffer as `ReplayBuffer.for_env` makes it.
         env: a Gymnasium environment, not a vector of them.
         policy: a function of the observation. It gives the action, or (action, dict of other fields of the timestep).
         batch_size: as for `sample`.
-        training_frequency: a batch after every so many timesteps.
-        warm_up: no batch before so many timesteps are visible; default: `batch_size`.
+        training_frequency: a batch comes after every so many timesteps.
+        warm_up: no batch comes before so many timesteps are visible; default: `batch_size`.
         num_episodes: episodes of an iteration; None goes on for ever.
         max_steps: an episode is truncated after so many timesteps.
         after_episode: called with the serial and the return of each episode that ended.
-        seed: of the first reset; what is drawn follows from torch's generator, as in `sample` without a seed.
+        seed: of the first reset. Batches are drawn by torch's generator, as in `sample` without a seed.
         options: of `sample`, such as n_steps, prioritized, device, transform.
 
+    Attributes:
+        num_steps: how many timesteps were played.
+
     Raises:
-        SchemaError: an environment that is a vector, or a number below 1.
+        SchemaError: the environment is a vector, or a number is below 1.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class OnlineBatches:
             played += 1
 
     def _episode(self) -> Iterator[Any]:
-        """The batches of one episode."""
+        """Play and record one episode; gives its batches."""
         before = self.buffer.num_published
         observation, _ = self.env.reset(seed=self._seed)
         self._seed, total, length, ended = None, 0.0, 0, False
@@ -92,12 +95,12 @@ class OnlineBatches:
                 self.buffer.end_episodes()
         if self._after is not None:
             if self.buffer.num_published == before:
-                self.buffer.flush()  # it waits for others, by `sync_every`
+                self.buffer.flush()  # by `sync_every` the episode waits to be published together with others
             self._after(self.buffer.num_published - 1, total)
 
 
 def _parts(chosen: Any) -> tuple[Any, Mapping[str, Any]]:
-    """(the action, other fields of the timestep) of what a policy gave."""
+    """(action, other fields of the timestep) from the result of a policy."""
     if isinstance(chosen, tuple) and len(chosen) == 2 and isinstance(chosen[1], Mapping):
         return chosen
     return chosen, {}

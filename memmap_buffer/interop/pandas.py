@@ -1,4 +1,4 @@
-"""Items of a buffer as pandas tables: one row each, or the columns that ReAgent's pre-timeline tables have."""
+"""Items of a buffer as pandas tables: a row for each item, also with the columns of ReAgent's pre-timeline tables."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 def to_dataframe(buffer: Readable, indices: Any = None, **options: Any) -> pandas.DataFrame:
-    """Items as a table, one row each: a column for each field, by its dotted name, and the item's position.
+    """Items as a table, a row for each: a column for each field, by its dotted name, and the item's place.
 
-    Numbers are a column of their dtype (bfloat16: float32), arrays a column of objects, lists one of arrays of each its
-    own length. With `ragged=True` sequences are arrays of each item's own length.
+    Numbers become a column of their dtype (bfloat16: float32), arrays a column of objects, lists a column of arrays
+    without padding. With `ragged=True` sequences are arrays of each item's own length.
 
     Args:
-        buffer: the source.
-        indices: (B,) positions of items; None: all of them, in memory.
+        buffer: the buffer to read.
+        indices: (B,) positions of items; None: all items, which must fit into memory.
         options: of `dataset`; the default view is single timesteps.
 
     Returns:
-        The columns of the batch, and before them `_episode`, the serial, and `_t` instead of `_indices`; for a
+        The columns of the batch. Before them stand `_episode`, the serial, and `_t` instead of `_indices`; for a
         ConcatBuffer `_source`, too.
 
     Raises:
-        SchemaError: as `dataset`.
+        SchemaError: as `dataset` raises it.
         NotEnoughDataError: there are no episodes.
         IndexError: an index is out of range.
         ImportError: pandas is not installed.
@@ -59,22 +59,23 @@ def to_pre_timeline(
     log_prob: str | None = "log_prob",
     ds: str = "2019-01-01",
 ) -> pandas.DataFrame:
-    """The table that ReAgent's timeline operator takes, one row a timestep, by the names of its columns.
+    """The table that ReAgent's timeline operator takes, with its names of columns: a row for each timestep.
 
     Args:
-        buffer: the source.
-        discrete: whether actions are numbers of actions, or else vectors.
+        buffer: the buffer to read.
+        discrete: True: actions are numbers that name an action; False: they are vectors.
         observation: a field of vectors.
-        action: a field.
+        action: a scalar field with `discrete`, else a field of vectors.
         reward: a scalar field.
-        terminated: a scalar field; default: the one that the schema declares.
-        log_prob: a scalar field, or None to leave action_probability out.
+        terminated: a scalar field; default: the field that the schema declares.
+        log_prob: a scalar field of the natural logarithm of the action's probability; None leaves the column
+            action_probability out.
         ds: the date of all rows.
 
     Returns:
-        The columns ds, mdp_id (text, of the serial), sequence_number, state_features (dict index -> value), action
-        (text, or such a dict), action_probability, reward, metrics; with `discrete` possible_actions, all that occur,
-        and possible_actions_mask, both empty at terminal steps.
+        The columns ds, mdp_id (the serial as text), sequence_number, state_features (dict index -> value), action
+        (text, or a dict index -> value), action_probability, reward, metrics. With `discrete` also possible_actions,
+        all actions that occur, and possible_actions_mask; both are empty at terminal steps.
 
     Raises:
         SchemaError: a field was not declared, or has another shape than expected.

@@ -1,4 +1,4 @@
-"""Parquet tables of a buffer, one of its episodes and one of their timesteps: for pandas, Polars, DuckDB and others."""
+"""Parquet tables of a buffer, one of episodes and one of timesteps: for pandas, Polars, DuckDB and others."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ with extra("parquet"):
 
 PARQUET = "Parquet"
 EPISODES, STEPS = "episodes.parquet", "steps.parquet"
-GROUP_STEPS = 1 << 16  # a row group has as many timesteps at least, but for the last
+GROUP_STEPS = 1 << 16  # every row group but the last has at least so many timesteps
 
 
 def export_parquet(buffer: ReplayBuffer, path: AnyPath) -> None:
     """Copy a buffer into two tables in a new folder; one row group is in memory at a time.
 
-    `steps.parquet` has a row a timestep: `_episode`, the serial, `_t`, and the fields by their dotted names.
-    `episodes.parquet` has a row an episode: `_episode`, `_length`, the meta fields, and `final.<field>` for fields that
-    were declared with `final`, null where an episode has no final observation. Arrays become lists of a fixed size, but
-    for what may be null, fields of lists lists of any, bfloat16 becomes float32.
+    `steps.parquet` has a row for each timestep: `_episode`, the serial, `_t`, and the fields by their dotted names.
+    `episodes.parquet` has a row for each episode: `_episode`, `_length`, the meta fields, and `final.<field>` for
+    fields that were declared with `final`, null if an episode has no final observation. Arrays become lists of a fixed
+    size; those in `final.<field>`, which may be null, and fields of lists become lists of any size. bfloat16 becomes
+    float32.
 
     Args:
-        buffer: the source.
+        buffer: the buffer to copy.
         path: the folder; it is made.
 
     Raises:
@@ -54,7 +55,7 @@ def export_parquet(buffer: ReplayBuffer, path: AnyPath) -> None:
 
 
 def _groups(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Iterator[Any]:
-    """Tables of timesteps, each to be a row group; the row of each of their episodes is appended to `rows`."""
+    """Tables of timesteps, each of which becomes a row group; appends the row of each of their episodes to `rows`."""
     tables: list[Any] = []
     for serial, (steps, episode) in zip(buffer.serials.tolist(), exported_episodes(buffer), strict=True):
         length = len(steps)
@@ -83,7 +84,7 @@ def _episodes(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Any:
             columns[name] = pa.nulls(len(rows))
         else:
             if name.startswith("final.") and pa.types.is_fixed_size_list(column.type):
-                # pyarrow before 26 reads no null of a fixed size
+                # pyarrow before 26 cannot read a null among lists of a fixed size
                 column = column.cast(pa.list_(column.type.value_type))
             places = np.where(there, np.cumsum(there) - 1, 0)
             columns[name] = column.take(pa.array(places, mask=~there))
@@ -91,14 +92,14 @@ def _episodes(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Any:
 
 
 def require_tables(buffer: ReplayBuffer, fields: Mapping[str, Field], format_name: str = PARQUET) -> None:
-    """Raise SchemaError unless there are episodes, of fields that the tables of a format hold: lists, Parquet's own."""
+    """Raise SchemaError unless there are episodes, and the format can hold the fields; only `PARQUET` has lists."""
     require_kinds(fields, format_name, "c", lists=format_name == PARQUET)
     if not len(buffer):
         raise SchemaError(f"{buffer.folder}: it has no episodes; record one first")
 
 
 def column_of(values: Any) -> Any:
-    """An array (n, …) as Arrow has it: text as strings, n arrays as lists of a fixed size, objects as lists of any."""
+    """An array (n, …) as Arrow's: text as strings, rows as lists of a fixed size, objects as lists of any size."""
     if values.dtype == object:
         ends = np.cumsum([0, *map(len, values)])
         return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), column_of(np.concatenate([*values])))

@@ -1,9 +1,9 @@
-"""Ray: episodes into `ray.data` and back, and actors that publish what rollouts on any node collect.
+"""Ray: episodes into `ray.data` and back, and actors that publish the episodes of rollouts on any node.
 
-Ray schedules, restarts and carries; this file only reads and writes folders. A root is a folder of buffers of equal
-fields, one for each writer: `root/shard-00000`, `root/shard-00001`, … Tasks and actors that read or write one run on
-the node of the caller, where the folder is, unless `shared` says that all nodes see it. Nodes that share nothing record
-on disks of their own, publish to the URL of a root, and read that.
+Ray schedules, restarts and transports; this file only reads and writes folders. A root is a folder of buffers of equal
+fields, one for each writer: `root/shard-00000`, `root/shard-00001`, … Tasks and actors that read or write a root run on
+the node of the caller, where the folder is, unless `shared` says that all nodes see the folder. Nodes that share no
+folder record on disks of their own, publish to the URL of a root, and read from that URL.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ with extra("ray"):
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 ID = "episode_id"  # the meta field by which a recorder recognises an episode that it has stored
-MAX_KNOWN = 1 << 16  # ids that a recorder remembers: an episode that is sent again was sent a moment ago
+MAX_KNOWN = 1 << 16  # ids of the newest episodes that a recorder remembers: Ray sends again only recent ones
 MAX_BLOCK = 32 << 20  # bytes that a read task gathers at once
-LOCK_TIMEOUT = 60.0  # seconds for which a recorder waits until its predecessor has ended
+LOCK_TIMEOUT = 60.0  # seconds that a recorder waits for the lock of its predecessor
 log = logging.getLogger("memmap_buffer")
 
 
 def shard_folder(root: AnyPath, number: int) -> Path:
-    """The folder of a root's shard, absolute: Ray's processes have another working directory."""
+    """The folder of shard `number` of a root, absolute: Ray's processes have another working directory."""
     return path_of(root).absolute() / f"shard-{number:05d}"
 
 
@@ -61,11 +61,11 @@ def shard_folder(root: AnyPath, number: int) -> Path:
 
 
 def open_root(root: AnyPath, **how: Any) -> ConcatBuffer:
-    """The buffers of a root, or one buffer, to be read as one; of a URL `how` is as for `ConcatBuffer.from_root`."""
+    """The buffers of a root, or a single buffer, opened as one; `how`, only for a URL: see `ConcatBuffer.from_root`."""
     if is_url(root):
         try:
             return ConcatBuffer.from_root(root, **how)
-        except NotABufferError:  # a root has a list of shards, a folder that was published has none
+        except NotABufferError:  # a single published folder lacks the list of shards that a root has
             return ConcatBuffer([ReplayBuffer.from_folder(root, **how)])
     if how:
         raise SchemaError(f"{root}: got {', '.join(how)}, which belong to a URL; leave them out")
@@ -85,23 +85,24 @@ def read_ray(
     cache_bytes: int | None = None,
     **options: Any,
 ) -> ray.data.Dataset:
-    """A Ray dataset of the items that a view shows now, one a row, read in parallel.
+    """A Ray dataset of the items that a view shows now, a row for each, read in parallel.
 
     Columns are the keys of a batch, with dotted names; bfloat16 comes as float32. Without an option that names a view
-    a row is a whole episode: fields (T, *field), those with `final` (T + 1, *field) if it has its final observation.
+    a row is a whole episode: fields (T, *field); a field with `final` is (T + 1, *field) if the episode has its final
+    observation.
 
     Args:
-        root: a folder of buffers, or one buffer; or the URL that they were published to, which any node reads.
+        root: a folder of buffers, or a single buffer; or the URL that they were published to, which any node can read.
         override_num_blocks: as for `ray.data.read_datasource`.
         concurrency: as for `ray.data.read_datasource`.
         ray_remote_args: as for `ray.data.read_datasource`.
-        shared: whether every node sees the folder; else the tasks run on this one, whichever node consumes the rows.
-        storage_options: of a URL, as for `ConcatBuffer.from_root`.
-        cache: of a URL, likewise; a path on each node.
-        cache_bytes: of a URL, likewise.
-        options: those of `Options`, such as fields, filter_meta, split, part, n_steps. Episodes that are overwritten
-            before they were read raise, unless on_stale="redraw". `return_indices` adds the columns `_source`,
-            `_serial` and, but for whole episodes, `_t`: numbers, by which Ray can group and sort.
+        shared: whether every node sees the folder. If not, all tasks run on this node, whichever node uses the rows.
+        storage_options: for a URL, as for `ConcatBuffer.from_root`.
+        cache: for a URL, as for `ConcatBuffer.from_root`; a path on each node.
+        cache_bytes: for a URL, as for `ConcatBuffer.from_root`.
+        options: those of `Options`, such as fields, filter_meta, split, part, n_steps. If an episode is overwritten
+            before it is read, StaleEpisodeError is raised, unless on_stale="redraw". `return_indices` adds the columns
+            `_source`, `_serial` and, but for whole episodes, `_t`: numbers, by which Ray can group and sort.
 
     Raises:
         NotABufferError: there is no buffer at the root.
@@ -123,9 +124,9 @@ def read_ray(
 
 
 class _Items(Datasource):  # type: ignore[misc]
-    """The items of a dataset, cut into tasks. A task gets the dataset, pickled as paths and the present index.
+    """The items of a dataset, cut into tasks. A task gets the dataset, pickled as paths and the index of now.
 
-    Only the tasks open it, as whoever asks for them may run on a node without these folders.
+    Only the tasks open the folders: Ray may call `get_read_tasks` on a node that does not have them.
     """
 
     def __init__(self, buffer: ConcatBuffer, options: Mapping[str, Any], shared: bool) -> None:
@@ -148,7 +149,7 @@ class _Items(Datasource):  # type: ignore[misc]
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[Any]:
-        """Tasks of neighbouring items, so of few folders each."""
+        """Tasks that each read neighbouring items, so that each opens few folders."""
         bounds = np.linspace(0, self._count, min(max(parallelism, 1), self._count) + 1).astype(int).tolist()
         most = max(1, MAX_BLOCK // self._row_bytes)
         tasks = []
@@ -180,15 +181,16 @@ def _read(dataset: Any, items: range, most: int, columns: Callable[[Any], Any]) 
     for start in range(0, len(items), most):
         batch = dataset.__getitems__(items[start : start + most]).data
         table = columns(flatten(batch))
-        if "_serial" in table:  # of one folder there is no `_source`
+        if "_serial" in table:  # a batch of a single folder has no `_source`
             table = {"_source": np.zeros(len(table["_serial"]), np.int64)} | table
         yield BlockAccessor.batch_to_arrow_block(table)
 
 
 def _opened_here(dataset: Any) -> Any:
-    """A dataset that was put, with its folders opened on this node.
+    """A dataset from Ray's object store, with its folders opened on this node.
 
-    Raises: MemmapBufferError: they cannot be. Ray would try what fails in its own `get` again for ever.
+    Raises:
+        MemmapBufferError: they cannot be opened. Ray would retry its own RaySystemError for ever.
     """
     try:
         return ray.get(dataset)
@@ -216,25 +218,26 @@ def write_ray(
 ) -> ConcatBuffer:
     """Write the episodes of a Ray dataset into an empty root, one shard for each task that writes.
 
-    A task that Ray runs again writes its shard anew. After an error what was written stays.
+    A task that Ray runs again writes its shard anew. After an error the shards that were written stay.
 
     Args:
-        dataset: rows that are whole episodes, as `read_ray` gives them; or with `key` timesteps in any order.
+        dataset: a row for each episode, as `read_ray` gives them; or with `key` a row for each timestep, in any order.
         root: a folder without buffers; it is made if it is missing.
         fields: as for `ReplayBuffer`; other columns are left out.
         meta_fields: as for `ReplayBuffer`.
-        key: the columns that identify the episode of a step. A meta field is taken from its first step, a final
-            observation from `next_<field>` of its last, if all fields with `final` have such a column.
-        order: the column by which the steps of an episode are sorted; default: as they come.
-        num_shards: at most; default: as many as the dataset has blocks, or Ray makes of the groups of `key`, 200.
-        shared: whether every node sees the root; else the tasks that write run on this one.
-        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as a shard needs.
+        key: the columns that identify the episode of a step. A meta field is taken from the episode's first step; a
+            final observation from `next_<field>` of its last step, if all fields with `final` have such a column.
+        order: the column by which the steps of an episode are sorted; None: they stay in the order of the dataset.
+        num_shards: the most shards; default: as many as the dataset has blocks; with `key` as many as Ray makes
+            partitions of the groups, 200.
+        shared: whether every node sees the root. If not, all tasks that write run on this node.
+        options: of `ReplayBuffer`; by default `max_episodes` and `max_timesteps` are as many as a shard needs.
 
     Returns:
         The root, read as one buffer.
 
     Raises:
-        SchemaError: the root holds buffers already, or a column is missing or does not fit.
+        SchemaError: the root holds buffers already, or a column is missing or does not fit its field.
     """
     schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
     place = path_of(root).absolute()
@@ -251,7 +254,7 @@ def write_ray(
 
 
 class _Shards(Datasink):  # type: ignore[misc]
-    """Each task's rows as the episodes of a shard of its own."""
+    """A sink in which each task writes its rows as the episodes of a shard of its own."""
 
     def __init__(self, root: Path, schema: Schema, options: Mapping[str, Any], shared: bool) -> None:
         self._root, self._schema, self._options, self._shared = root, schema, options, shared
@@ -280,7 +283,7 @@ def _rows(schema: Schema, block: Any) -> Iterator[dict[str, Any]]:
 
 
 def _text(value: Any) -> Any:
-    """A column of text, which Ray gives as objects, as `store_episode` takes it."""
+    """A value as `store_episode` takes it: Ray gives text as an array of objects, which becomes a list."""
     return value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind == "O" else value
 
 
@@ -288,23 +291,23 @@ def _text(value: Any) -> Any:
 
 
 class Recorder:
-    """Publishes the episodes that rollouts send, into a folder of its own; to be run as a Ray actor.
+    """A recorder, to be run as a Ray actor: it publishes the episodes that rollouts send into a folder of its own.
 
-    It continues the folder, so Ray may restart it. Each episode has an id, a meta field; an episode that is sent again,
-    because the first answer was lost, is stored once.
+    It goes on with a folder that is there, so Ray may restart it. Each episode has an id, a meta field. An episode that
+    is sent again, because the first answer was lost, is stored only once.
 
     Args:
-        folder: of this recorder alone; see `shard_folder`.
+        folder: the folder of this recorder alone; see `shard_folder`.
         max_episodes: as for `ReplayBuffer`.
         max_timesteps: as for `ReplayBuffer`.
         fields: as for `ReplayBuffer`.
         meta_fields: as for `ReplayBuffer`; `episode_id`, "U32", is added.
-        options: of `ReplayBuffer`; with `durability="power"` the answer comes when the episodes are on the disk. With
-            `publish_to` `folder` is a root of this recorder's shards, by which it recognises episodes, so at least one
-            that is published must stay (`keep_published`).
+        options: of `ReplayBuffer`. With `durability="power"` the answer comes when the episodes are on the disk. With
+            `publish_to`, `folder` is a root of this recorder's shards. By their ids the recorder recognises episodes
+            that are sent again, so at least one published shard must stay there (`keep_published`).
 
     Raises:
-        SchemaError: as `ReplayBuffer`; or no published shard is to stay.
+        SchemaError: as `ReplayBuffer` raises it; or `keep_published` is 0.
         BufferLockedError: another process has held the folder's lock for a minute.
     """
 
@@ -341,7 +344,7 @@ class Recorder:
             episodes: each as for `store_episode`, with its `episode_id`.
 
         Returns:
-            The number of new ones.
+            The number of episodes that were not stored before.
 
         Raises:
             SchemaError: an episode has no id, or does not fit the schema. The episodes before it are published.
@@ -349,7 +352,7 @@ class Recorder:
         return self.record_all(episodes)
 
     def record_all(self, episodes: Sequence[Mapping[str, Any]]) -> int:
-        """`record` of a sequence: Ray carries one argument at less cost than many (four of 200 steps: 0.7)."""
+        """`record` of a sequence: one argument costs Ray less than many (for four episodes of 200 steps 0.7 of it)."""
         stored: dict[str, None] = {}
         try:
             for episode in episodes:
@@ -367,11 +370,15 @@ class Recorder:
         return len(stored)
 
     def ready(self) -> Path:
-        """The folder, which exists when this returns."""
+        """The recorder's folder, which exists when this returns."""
         return self._buffer.folder
 
     def close(self) -> None:
-        """Publish what is left, where it publishes; nothing can be recorded afterwards. Raises as `ReplayBuffer`."""
+        """Close the buffer; with `publish_to` publish the rest first. Nothing can be recorded afterwards.
+
+        Raises:
+            MemmapBufferError: as `ReplayBuffer.close` raises it.
+        """
         self._buffer.close()
 
 
@@ -384,11 +391,11 @@ def _ids_of(buffer: ReplayBuffer) -> list[str]:
 
 
 def _ids_of_shards(root: Path) -> list[str]:
-    """The newest ids in the shards of a publishing recorder, once its predecessor writes to none of them any more."""
+    """The newest ids in the shards of a recorder that publishes; waits until its predecessor writes to no shard."""
     done: set[Path] = set()
     while waiting := {path.parent for path in root.glob("*/schema.json")} - done:
         for path in waiting:
-            with suppress(SchemaError, CorruptBufferError):  # it was published meanwhile; of damage the next loop tells
+            with suppress(SchemaError, CorruptBufferError):  # published and moved meanwhile; the loop below logs damage
                 _opened_for_writing(partial(ReplayBuffer.from_folder, path)).close()
         done |= waiting
     paths = [path for place in (root, root / "published") for path in place.glob("*/schema.json")]
@@ -403,7 +410,11 @@ def _ids_of_shards(root: Path) -> list[str]:
 
 
 def _opened_for_writing(make: Callable[[], ReplayBuffer]) -> ReplayBuffer:
-    """A buffer whose lock is held, so that its episodes are final: the predecessor may still be publishing."""
+    """The buffer of `make`, with its lock taken: its episodes are final, as no predecessor is still publishing.
+
+    Raises:
+        BufferLockedError: the predecessor has not ended after `LOCK_TIMEOUT`.
+    """
     deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
         try:
@@ -428,29 +439,30 @@ def start_recorders(
     ray_actor_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Actors that record into the shards 0 … count - 1 of a root, on this node.
+    """Start actors that record into the shards 0 … count - 1 of a root, on this node.
 
     Ray restarts an actor that dies, and sends again the episodes that it had not answered.
 
-    With `publish_to` they run on all nodes in turn, each on a disk of its own: in the folder `recorder-00000`, … of a
-    `root` that every node has a path for, none the same. Call `close` of each at the end, which publishes the rest.
+    With `publish_to` the actors run on all nodes in turn, each on a disk of its own: in the folder `recorder-00000`, …
+    of `root`, a path that names another folder on each node. Call `close` of each actor at the end, which publishes the
+    rest.
 
     Args:
         root: the folder of the shards.
-        count: of actors.
+        count: how many actors.
         max_episodes: of each shard.
         max_timesteps: see `Recorder`.
         fields: see `Recorder`.
         meta_fields: see `Recorder`.
-        ray_actor_options: as for `options` of a Ray actor. Unless they say otherwise num_cpus is 0, and
-            scheduling_strategy this node, or with `publish_to` one node after the other, where it is restarted, too.
+        ray_actor_options: as for `options` of a Ray actor. By default num_cpus is 0, and scheduling_strategy this node,
+            with `publish_to` one node after the other; an actor is restarted on the same node.
         options: see `Recorder`.
 
     Returns:
         `count` handles of `Recorder` actors, whose folders exist.
 
     Raises:
-        ray.exceptions.RayActorError: the error of a `Recorder`, in its text.
+        ray.exceptions.RayActorError: a `Recorder` could not be made; the text has its error.
     """
     how = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
     publishes = options.get("publish_to") is not None
@@ -479,17 +491,17 @@ def this_node() -> Any:
 
 
 class Outbox:
-    """The episodes that a rollout has sent to its recorder, and that are not answered yet.
+    """An outbox of a rollout: it sends episodes to a recorder, and keeps those that are not answered yet.
 
-    While the recorder is restarted, Ray holds the messages, and sends them again. A rollout stays with one recorder:
-    only that one recognises the episodes that it has stored.
+    While the recorder is restarted, Ray holds the messages, and sends them again. A rollout must stay with one
+    recorder: no other recognises the episodes that this one has stored.
 
     Args:
         recorder: a handle of `start_recorders`.
-        max_pending: messages without an answer before `send` waits for one.
+        max_pending: how many messages may be without an answer before `send` waits for one.
 
     Attributes:
-        num_published: episodes that the recorder has answered.
+        num_published: how many episodes the recorder has answered.
     """
 
     def __init__(self, recorder: Any, *, max_pending: int = 8) -> None:
@@ -513,7 +525,7 @@ class Outbox:
         self._pending[self._recorder.record_all.remote(named)] = len(named)
 
     def flush(self) -> None:
-        """Wait until all episodes that were sent are published. Raises as `send`."""
+        """Wait until all episodes that were sent are published. Raises RayTaskError as `send` does."""
         while self._pending:
             self._receive()
 

@@ -1,8 +1,8 @@
-"""Environments that record themselves: `RecordEpisodes` wraps one, `RecordVectorEpisodes` several that run in step.
+"""Environments that record themselves: `RecordEpisodes` wraps one, `RecordVectorEpisodes` a vector of them.
 
-Each owns when an episode begins and ends, under every way in which Gymnasium resets; never how it is stored. The
-environment's results reach the caller untouched. An observation is copied at once, because it is stored only with the
-action that follows it, and an environment may write into the same array again.
+A wrapper decides when an episode begins and ends, under every way in which Gymnasium resets; never how it is stored.
+The environment's results reach the caller untouched. An observation is copied at once, because it is stored only with
+the action that follows it, and an environment may write into the same array again.
 """
 
 from __future__ import annotations
@@ -64,38 +64,38 @@ class _Recorded:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """The values of further meta fields that the next episodes begin with."""
+        """Values of meta fields that the next episodes begin with; may be changed."""
         return self._recorder.meta
 
 
 class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
     """Record every episode of an environment, with its final observation.
 
-    An episode is published when it ends. One that is left by `reset` or `close` before that is dropped, or published
-    as cut short with `keep_partial`; one in which `step` raised is dropped, as a step of it is missing. An episode
+    An episode is published when it ends. If `reset` or `close` comes before its end, it is dropped, or with
+    `keep_partial` published as cut short. If `step` raises, it is dropped, as one of its steps is missing. An episode
     longer than the buffer's `max_timesteps` becomes several, all but the last flagged as cut short.
 
     Meta fields, if the buffer declares them: `episode_return`, `episode_length`, `seed` (of the `reset` that began the
-    episode) and `given.seed` (false: there was none), `success` (1 or 0 if the last info has "success" or
+    episode) and `given.seed` (False: that `reset` had no seed), `success` (1 or 0 if the last info has "success" or
     "is_success", else -1).
 
     A key of a Dict space or of `infos` that is no identifier is changed into one, "bottom burner" into `bottom_burner`.
 
     Args:
-        env: the environment; one that is wrapped in `Autoreset` is recorded right, too.
-        buffer: a folder, where a buffer of the environment's spaces is made or continued, or an open buffer, whose
-            other fields must have defaults.
+        env: the environment; it may be wrapped in `Autoreset`.
+        buffer: a folder, where a buffer of the environment's spaces is made or continued; or an open buffer. Fields of
+            the buffer that the environment does not give must have defaults.
         infos: the entries of `info` to record, name -> any spelling of a field; they become `info.<name>`. Nested
-            dicts for nested infos. Where a step's info lacks an entry, the field's default is stored.
+            dicts for nested infos. If a step's info lacks an entry, the field's default is stored.
         meta: values of further meta fields, for every episode; `recorder.meta` may be changed between episodes.
         keep_partial: whether to publish episodes that are left before their end.
-        options: of `ReplayBuffer.for_env`, where `buffer` is a folder: `max_episodes` or `capacity` must be given;
-            `max_timesteps`, too, where there is no capacity and the environment's spec names no limit. `meta_fields`
-            and `fields` are declared in addition. dtype="float32" is of floating-point observations and actions.
+        options: of `ReplayBuffer.for_env`, if `buffer` is a folder. `max_episodes` or `capacity` must be given; so must
+            `max_timesteps` if there is no capacity and the environment's spec names no limit. `meta_fields` and
+            `fields` are declared in addition. dtype="float32" stores floating-point observations and actions so.
 
     Raises:
         SchemaError: an option is missing or not allowed, or the environment does not give a field of the buffer.
-        BufferFullError: from `step`, where no episode can be begun.
+        BufferFullError: raised by `step` if no episode can be begun.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         self._autoreset = resets_by_a_step(env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """As the environment's.
+        """Reset the environment: arguments and results are the environment's.
 
         Raises:
             SchemaError: the buffer cannot hold the seed; the environment was not reset.
@@ -125,7 +125,7 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """As the environment's.
+        """Step the environment, and record the step: arguments and results are the environment's.
 
         Raises:
             BufferFullError: no episode can be begun; the environment was not stepped.
@@ -148,8 +148,8 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
 class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
     """Record every episode of a vector of environments.
 
-    The published episodes are those that each environment would have given alone, in each autoreset mode of Gymnasium.
-    In a buffer that is not circular, environments for whose next episode there is no room go on unrecorded.
+    In every autoreset mode of Gymnasium the published episodes are those that each environment would have given alone.
+    If a buffer that is not circular has no room for an environment's next episode, that environment goes on unrecorded.
 
     Args:
         env: the vector environment.
@@ -157,11 +157,12 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
         infos: as for `RecordEpisodes`.
         meta: as for `RecordEpisodes`.
         keep_partial: as for `RecordEpisodes`.
-        autoreset_mode: default: that in the environment's `metadata`.
+        autoreset_mode: how `env` resets; None: as its `metadata` says.
         options: as for `RecordEpisodes`.
 
     Raises:
-        SchemaError: as `RecordEpisodes`, or no autoreset mode is known.
+        SchemaError: as for `RecordEpisodes`, or no autoreset mode is known.
+        BufferFullError: raised by `step` if no environment can be recorded.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """As the environment's; `options["reset_mask"]` resets some of them.
+        """Reset the environments, those of `options["reset_mask"]` if there is one, else all.
 
         Raises:
             SchemaError: the buffer cannot hold a seed; no environment was reset.
@@ -204,10 +205,10 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
         return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """As the environment's.
+        """Step the environments, and record the steps: arguments and results are the environment's.
 
         Raises:
-            BufferFullError: no episode can be begun; the environment was not stepped.
+            BufferFullError: no episode can be begun; the environments were not stepped.
         """
         with self._recorder.stepping():
             result = self.env.step(actions)
@@ -238,7 +239,7 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
 
     def close(self, **kwargs: Any) -> None:
         """Close the environments, and the buffer if it was given as a folder."""
-        if "_recorder" in vars(self):  # before Gymnasium 1.4 a wrapper that was refused is closed when it goes
+        if "_recorder" in vars(self):  # before Gymnasium 1.4 a finaliser closes a wrapper even if `__init__` raised
             self._recorder.close()
             super().close(**kwargs)
 
@@ -246,7 +247,7 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
 def _opened(
     place: Place, env: Any, infos: Mapping[str, Any] | None, meta: Mapping[str, Any] | None, options: dict[str, Any]
 ) -> ReplayBuffer:
-    """The buffer to record into, in which the changed keys of spaces and infos are stored."""
+    """The buffer to record into. Its folder gets the changed keys of spaces and infos."""
     names = names_of(*spaces_of(env))
     if isinstance(place, ReplayBuffer):
         if options or infos:
@@ -267,7 +268,7 @@ def _opened(
 
 
 def _seed_of(seed: int | Sequence[int | None] | None, i: int) -> int | None:
-    """The seed that environment `i` of several is reset with: Gymnasium counts on from a single one."""
+    """The seed that environment `i` of a vector is reset with: a single seed becomes seed + i, as in Gymnasium."""
     if seed is None:
         return None
     return int(seed) + i if isinstance(seed, (int, np.integer)) else seed[i]
@@ -278,10 +279,11 @@ class EnvState:
     """The recording of one environment.
 
     Attributes:
-        observation: the last one, encoded, to be stored with the next action; None: nothing is recorded until a reset.
-        seed: of the reset that began the episode.
+        observation: the last observation, encoded, to be stored with the next action; None: nothing is recorded until
+            a reset.
+        seed: of the reset that began the episode; None: it had none.
         over: whether the last step ended an episode.
-        episode: the open one.
+        episode: the open episode; None: none is open.
         episode_return: of the open episode.
     """
 
@@ -294,7 +296,7 @@ class EnvState:
 
 @dataclass
 class Step:
-    """The result of one step of one environment; `info` is that of the whole vector where `index` is not None."""
+    """The action and the result of a step of one environment; with an `index`, `info` is that of the whole vector."""
 
     action: Any
     reward: Any
@@ -305,7 +307,7 @@ class Step:
     index: int | None = None
 
     def look_up(self, path: str) -> Any:
-        """The info under a dotted path, or None."""
+        """The entry of `info` under a dotted path, or None."""
         return _look_up(self.info, path, self.index)
 
 
@@ -315,11 +317,11 @@ class EnvRecorder:
     Args:
         place: the buffer, shared by the environments, or its folder.
         env: one environment, or a vector of them.
-        num_envs: how many they are.
+        num_envs: how many environments.
         infos: as for `RecordEpisodes`.
         meta: as for `RecordEpisodes`.
         options: as for `RecordEpisodes`.
-        keep_partial: whether episodes that are left before their end are published.
+        keep_partial: whether to publish episodes that are left before their end.
     """
 
     def __init__(
@@ -345,7 +347,7 @@ class EnvRecorder:
         _check_fields(buffer.schema, schema_of(self._observation_space, self._action_space))
 
     def check_seed(self, seed: int | None) -> None:
-        """Raise SchemaError before a reset by a seed that could not be stored when the episode ends."""
+        """Raise SchemaError if the buffer cannot hold the seed, which is stored only when the episode ends."""
         field = self.buffer.schema.meta_fields.get("seed")
         if seed is not None and field is not None:
             try:
@@ -359,7 +361,7 @@ class EnvRecorder:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """A block that steps the environments, each that was reset in an open episode; an exception drops these.
+        """A block that steps the environments. Each that was reset gets an open episode; an exception drops them all.
 
         Raises:
             BufferFullError: no environment can be recorded.
@@ -459,7 +461,7 @@ def _check_fields(schema: Schema, declarations: Mapping[str, Any]) -> None:
 
 
 def _look_up(info: Mapping[str, Any], path: str, index: int | None) -> Any:
-    """The info under a dotted path, or None; of a vector the entry at `index`, if the info's mask says it is set."""
+    """The info under a dotted path, or None; of a vector the entry at `index`, or None if the info's mask is False."""
     head, _, rest = path.partition(".")
     if path not in info and head not in info:
         return None

@@ -1,10 +1,11 @@
-"""RLlib: what its offline recording wrote (`config.offline_data(output=…)`), as episodes of a folder; without Ray.
+"""RLlib: import of the files that its offline recording writes (`config.offline_data(output=…)`); needs no Ray.
 
-It writes Parquet files, `output/<env>/run-<worker>-<number>/*.parquet`: a row a step, or a row a packed piece of an
-episode (`output_write_episodes`). Pieces of an episode may lie in several files, and without `output_max_rows_per_file`
-every run has all rows of the runs before once more. No pickle is loaded, neither of packed nor of compressed columns.
+RLlib writes Parquet files, `output/<env>/run-<worker>-<number>/*.parquet`: a row for each step, or a row for each
+packed piece of an episode (`output_write_episodes`). Pieces of an episode may lie in several files, and without
+`output_max_rows_per_file` every run repeats all rows of the runs before. No pickle is loaded, neither of packed nor of
+compressed columns.
 
-The way back is `memmap_buffer.interop.rllib_offline`.
+`memmap_buffer.interop.rllib_offline` gives a folder to RLlib.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ENDS = ("terminateds", "truncateds")
 RENAMED = {**OURS, "terminateds": "terminated", "truncateds": "truncated", "new_obs": "next"}
 LEFT_OUT = {"eps_id", "agent_id", "module_id", "infos", "t"}
 REQUIRED = ("obs", "actions", "rewards")
-ROWS = 1 << 14  # of a file that are in memory at once
+ROWS = 1 << 14  # so many rows of a file are in memory at once
 PACKED = "item"
 
 
@@ -52,29 +53,31 @@ def import_rllib(
     """Copy the episodes that RLlib recorded into a folder, with their final observations.
 
     The files are read twice, first for their dtypes. Fields are observation, action, reward, terminated, truncated;
-    `info.<key>`, what the step returned; and the outputs of the model by their own names, such as `action_logp`. The
-    meta field `episode_id` is RLlib's. An episode whose rows have a gap, as some of RLlib's files are not written, is
-    stored in parts; a part, and an episode whose recording stopped, neither terminates nor is truncated.
+    `info.<key>`, the infos that the step returned; and the outputs of the model by their own names, such as
+    `action_logp`. The meta field `episode_id` is RLlib's id. If rows of an episode are missing, as RLlib does not write
+    all of its files, the episode is stored in parts. A part before a gap, and an episode whose recording stopped,
+    neither terminates nor is truncated.
 
     Args:
-        source: a Parquet file, or a folder, whose subfolders are read too.
-        folder: where; see `ReplayBuffer`.
-        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
-            "overwrite" what is there when the import is whole.
-        infos: those that every step has, none, or a list of keys. Only packed episodes have infos.
-        outputs: those that every step has, none, or a list of names.
-        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
+        source: a Parquet file, or a folder, whose subfolders are read, too.
+        folder: where the buffer is made; see `ReplayBuffer`.
+        if_exists: what to do if something is in the folder: "error" raises; "resume" goes on with an import of this
+            source that was interrupted; "overwrite" replaces it when the import is whole.
+        infos: True: import the infos that every step has; False: none; or a list of keys. Only packed episodes have
+            infos.
+        outputs: True: import the outputs that every step has; False: none; or a list of names.
+        options: of `ReplayBuffer`; by default `max_episodes` and `max_timesteps` are as many as the episodes need.
 
     Returns:
         The buffer, open for writing.
 
     Raises:
         SchemaError: there is no Parquet file, columns are missing, an info or output that is named is not in every
-            step, or a value is none that a field can hold.
+            step, or no field can hold a value.
         ImportError: pyarrow is not installed; or msgpack for packed episodes, or lz4 for compressed columns.
     """
     target, place = Target.checked(folder, if_exists, options), path_of(source)
-    columns, lengths, names, width = InferredFields("column"), [], Names(), 32  # that of RLlib's own ids
+    columns, lengths, names, width = InferredFields("column"), [], Names(), 32  # the width of RLlib's own ids
     for episode in _episodes(place, names):
         columns.add({name: value for name, value in episode.items() if name != "episode_id"})
         lengths.append(len(episode["reward"]))
@@ -119,11 +122,11 @@ def _key(name: str, names: Names) -> str:
     return str(path[1] if path[0] == "info" else path[0])
 
 
-# Episodes, of the pieces in which they were recorded
+# Episodes, joined from the pieces in which they were recorded
 
 
 def _episodes(place: Path, names: Names) -> Iterator[Columns]:
-    """Episodes as `store_episode` takes them, in the order of their ends; those that have none come last."""
+    """Episodes as `store_episode` takes them, in the order of their ends; episodes without an end come last."""
     unfinished: dict[str | None, Columns] = {}
     ended: set[str] = set()
     for files in _runs(place):
@@ -142,7 +145,7 @@ def _episodes(place: Path, names: Names) -> Iterator[Columns]:
 
 
 def _runs(place: Path) -> list[list[Path]]:
-    """The files of each folder; folders and files in the order of the numbers in their names."""
+    """The files of each folder; folders and files are in the order of the numbers in their names."""
     files = [place] if place.is_file() else sorted(place.rglob("*.parquet"), key=lambda path: _numbered(path, place))
     if not files:
         raise SchemaError(f"{place}: there is no Parquet file; give the folder that RLlib's `output` names")
@@ -150,7 +153,7 @@ def _runs(place: Path) -> list[list[Path]]:
 
 
 def _numbered(path: Path, place: Path) -> list[Any]:
-    """A key by which 10 comes after 9."""
+    """A key that sorts paths by the numbers in their names: 10 comes after 9."""
     return [
         [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
         for name in path.relative_to(place).parts
@@ -158,7 +161,7 @@ def _numbered(path: Path, place: Path) -> list[Any]:
 
 
 def _continued(episode: Columns | None, pieces: Sequence[Columns]) -> Columns:
-    """The rows of an episode and those that a run adds, which may have all of the former once more."""
+    """An episode continued by the pieces of another run, which may begin with all of the episode's rows again."""
     if episode is None:
         return _joined(pieces)
     added = _joined(pieces)
@@ -172,7 +175,7 @@ def _continued(episode: Columns | None, pieces: Sequence[Columns]) -> Columns:
 
 
 def _joined(pieces: Sequence[Columns]) -> Columns:
-    """Pieces in a row, of the columns that all of them have."""
+    """Pieces joined one after another, with the columns that all of them have."""
     names = [name for name in pieces[0] if all(name in piece for piece in pieces)]
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in names}
 
@@ -199,7 +202,7 @@ def _parts(name: str | None, episode: Columns) -> Iterator[Columns]:
 
 
 def _pieces(path: Path, names: Names) -> Iterator[tuple[str | None, Columns]]:
-    """(id, columns) of neighbouring rows of one episode."""
+    """(id, columns) of the pieces in a file: a piece is neighbouring rows of one episode."""
     try:
         file = pq.ParquetFile(path)
     except pa.ArrowException as error:
@@ -238,10 +241,10 @@ def _pieces_of_rows(path: Path, batch: Any, schema: Any, names: Names) -> Iterat
 
 
 def _values(path: Path, name: str, column: Any, field: Any) -> Any:
-    """A column as an array (n, …), of a struct as a dict of them."""
+    """A column as an array (n, …); a struct as a dict of arrays. Raises SchemaError if no field can hold the values."""
     about = field.metadata or {}
     kind, shape = about.get(b"ARROW:extension:name", b"").decode(), None
-    if isinstance(column, pa.ExtensionArray):  # where Ray has been imported, it has registered its types
+    if isinstance(column, pa.ExtensionArray):  # once Ray is imported, pyarrow knows its types
         kind, shape, column = column.type.extension_name, getattr(column.type, "shape", None), column.storage
     elif kind:
         shape = _shape(about.get(b"ARROW:extension:metadata", b""))
@@ -272,7 +275,7 @@ def _is_fixed(kind: Any) -> bool:
 
 
 def _shape(serialized: bytes) -> list[int] | None:
-    """The shape of a tensor that Ray stored as a list, where its parameters are JSON."""
+    """The shape of a tensor that Ray stored as a list, from the parameters of its type; None if they are no JSON."""
     try:
         parameters = json.loads(serialized)
     except ValueError:
@@ -295,7 +298,7 @@ def _decompressed(path: Path, name: str, text: str) -> Any:
 
 
 def _unpacked(path: Path, item: bytes, names: Names) -> Iterator[tuple[str, Columns]]:
-    """(id, columns) of the state of a `SingleAgentEpisode`, read without RLlib and without pickle, if it has a step."""
+    """(id, columns) of a packed `SingleAgentEpisode`, if it has a step. Reads without RLlib and without pickle."""
     with extra("rllib"):
         import msgpack
     try:
@@ -323,7 +326,7 @@ def _piece(columns: Columns, length: int, start: int, ends: Mapping[str, bool]) 
 
 
 def _decoded(value: Any) -> Any:
-    """The array or number that msgpack_numpy packed; it would unpickle arrays of objects, which are refused."""
+    """The array or number that msgpack_numpy packed. Arrays of objects, which it would unpickle, are refused."""
     if b"nd" in value:
         array = np.frombuffer(value[b"data"], np.dtype(value[b"type"]))
         return array.reshape(value[b"shape"]) if value[b"nd"] else array[0]
@@ -331,7 +334,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _own(state: Mapping[str, Any]) -> Any:
-    """The values of an `InfiniteLookbackBuffer` as arrays, without those that belong to the piece before."""
+    """The values of an `InfiniteLookbackBuffer` as arrays, without its lookback, which belongs to the piece before."""
     values = state["data"] if state["finalized"] else _together(state["data"])
     return _cut(values, int(state["lookback"]))
 
@@ -345,7 +348,7 @@ def _cut(tree: Any, start: int) -> Any:
 
 
 def _together(values: Sequence[Any]) -> Any:
-    """Values of one structure, one a step, as one array, or for dicts and tuples as a dict of arrays."""
+    """Values of one structure, one for each step, as an array; dicts and tuples as a dict of arrays."""
     first = values[0] if len(values) else None
     if isinstance(first, Mapping):
         return {name: _together([value[name] for value in values]) for name in first}
@@ -355,7 +358,7 @@ def _together(values: Sequence[Any]) -> Any:
 
 
 def _infos(infos: Sequence[Mapping[str, Any]]) -> Columns:
-    """The infos that every step has and that can be one array."""
+    """Key -> array of the infos that every step has and that an array can hold."""
     shared = [key for key in infos[0] if all(key in info for info in infos)] if infos else []
     return {key: column for key in shared if (column := _info([info[key] for info in infos])) is not None}
 

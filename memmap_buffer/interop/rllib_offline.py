@@ -2,8 +2,8 @@
 
     config.offline_data(input_="data", offline_data_class=DiskOfflineData)
 
-The rest of its pipeline, `OfflinePreLearner` with its connectors and `iter_batches`, works as on its own Parquet. The
-way back, what RLlib records, is `memmap_buffer.interop.rllib.import_rllib`.
+The rest of RLlib's pipeline, `OfflinePreLearner` with its connectors and `iter_batches`, works as on RLlib's Parquet
+files. `memmap_buffer.interop.rllib.import_rllib` imports the files that RLlib records.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ EPISODES_A_BLOCK = 64  # episodes that are packed at once
 class DiskOfflineData(OfflineData):  # type: ignore[misc]
     """A folder, or a root of shards, as the offline data of a config: `offline_data_class=DiskOfflineData`.
 
-    Of RLlib's options of `offline_data` these say what is read:
+    These options of RLlib's `offline_data` say what is read:
 
     - `input_`: the folder or root, or a list of them.
-    - `input_read_episodes`: whether rows are whole episodes, as RLlib packs them, else transitions.
+    - `input_read_episodes`: True: rows are whole episodes, as RLlib packs them; False: transitions.
     - `input_read_schema`: RLlib's column -> field, for fields of other names; see `read_rllib`.
     - `input_read_method_kwargs`: further arguments of `read_rllib`.
 
@@ -59,7 +59,7 @@ class DiskOfflineData(OfflineData):  # type: ignore[misc]
         episodes, columns = config.input_read_episodes, config.input_read_schema
         read = partial(read_rllib, episodes=episodes, columns=columns, **config.input_read_method_kwargs)
         first, *others = map(read, paths)
-        # The parent reads what `ray.data` can read by a name, the names of the folders, and sets up all else.
+        # The parent class sets up all else, but must read by the name of a method of `ray.data`: it reads the paths.
         own = config.copy(copy_frozen=False)
         own.offline_data(
             input_=list(map(str, paths)),
@@ -81,18 +81,18 @@ def read_rllib(
     outputs: Sequence[str] = (),
     **options: Any,
 ) -> ray.data.Dataset:
-    """The transitions or episodes of a folder as RLlib records them; `.write_parquet(path)` exports them.
+    """The transitions or episodes of a folder in the form in which RLlib records them; `.write_parquet(path)` exports.
 
-    A last step without a final observation is left out unless it terminated, as in n-step views; so is the one of a
-    whole episode, whose last observation is then the final one. An episode that the folder shows without an end is
-    truncated for RLlib, which takes no others.
+    A last step without a final observation is left out unless it terminated, as in n-step views. It is also left out of
+    whole episodes, whose last observation then serves as the final one. An episode without an end is given to RLlib as
+    truncated, as RLlib takes no episodes without an end.
 
     Args:
-        root: a folder of buffers, or one buffer.
-        episodes: rows are whole episodes, packed by msgpack, the column "item" (`output_write_episodes=True`); else
-            transitions: eps_id, obs, actions, rewards, new_obs, terminateds, truncateds.
+        root: a folder of buffers, or a single buffer.
+        episodes: True: rows are whole episodes, packed by msgpack, in the column "item" (`output_write_episodes=True`);
+            False: transitions, with the columns eps_id, obs, actions, rewards, new_obs, terminateds, truncateds.
         columns: RLlib's column -> field; default: observation, action, reward, and the fields that end episodes. With
-            `episodes` a group of fields, such as a dict observation, has one name.
+            `episodes` it may also be the name of a group of fields, such as a dict observation.
         outputs: more fields, such as "action_logp", which become extra model outputs.
         options: of `read_ray`, such as override_num_blocks, filter_meta, split, part.
 
@@ -103,7 +103,7 @@ def read_rllib(
     """
     buffer = open_root(root)
     schema, names = buffer.schema, _names(buffer.schema, columns or {}, outputs)
-    own = f"{crc32('|'.join(map(str, buffer.folders)).encode()):08x}"  # RLlib drops an episode whose id it knows
+    own = f"{crc32('|'.join(map(str, buffer.folders)).encode()):08x}"  # RLlib drops an episode whose id it has seen
     if episodes:
         fields = [field for name in names.values() for field in _members(schema, name)]
         items = read_ray(root, fields=fields, return_indices=True, **options)
@@ -131,7 +131,7 @@ def read_rllib(
 
 
 def _names(schema: Schema, columns: Mapping[str, str], outputs: Sequence[str]) -> dict[str, str]:
-    """RLlib's column -> field or group of fields, for those that the folder has."""
+    """RLlib's column -> field or group of fields of the folder. Raises SchemaError if there is no such field."""
     ends = dict(zip(ENDS, (schema.terminated, schema.truncated), strict=True))
     defaults = {**OURS, **{column: field for column, field in ends.items() if field is not None}}
     if unknown := [column for column in columns if column not in {*OURS, *ENDS}]:
@@ -153,7 +153,7 @@ def _members(schema: Schema, name: str) -> list[str]:
 
 
 def _transitions(table: Any, own: str, names: Mapping[str, str]) -> Any:
-    """A block of 1-step transitions by RLlib's names."""
+    """A block of 1-step transitions with RLlib's names of columns."""
     ids = zip(table["_source"].to_pylist(), table["_serial"].to_pylist(), strict=True)
     out = {"eps_id": pa.array([f"{own}-{source}-{serial}" for source, serial in ids], pa.string())}
     out |= {column: table[name] for column, name in names.items()}
@@ -170,12 +170,12 @@ def _packed(batch: Mapping[str, Any], own: str, names: Mapping[str, str], schema
 
 
 def _episode(batch: Mapping[str, Any], row: int, id_: str, names: Mapping[str, str], schema: Schema) -> Any:
-    """A row as RLlib's object; it is empty where no step has what follows it."""
+    """The episode of a row as RLlib's object; empty if no observation follows any of its steps."""
     length = int(batch["_lens"][row])
     ends = {end: bool(np.any(batch[names[end]][row][length - 1])) for end in ENDS if end in names}
     terminated = ends.get("terminateds", False)
     count = len(batch[_members(schema, names["obs"])[0]][row]) - 1
-    if short := terminated and count < length:  # nothing looks at what follows a terminated step
+    if short := terminated and count < length:  # after a terminated step any observation will do
         count = length
 
     def steps(column: str, stop: int) -> Any:
@@ -195,7 +195,7 @@ def _episode(batch: Mapping[str, Any], row: int, id_: str, names: Mapping[str, s
 
 
 def _value(batch: Mapping[str, Any], row: int, members: Sequence[str], name: str, stop: int, repeat: bool) -> Any:
-    """The first steps of a field, or of a group as nested dicts; as many as are asked for by repeating the last."""
+    """The first `stop` steps of a field, or of a group as nested dicts. `repeat`: repeat the last if one is missing."""
     tree: dict[str, Any] = {}
     for member in members:
         values = np.asarray(batch[member][row])[:stop]

@@ -1,10 +1,10 @@
-"""robomimic's HDF5 files, in and out: a group for each demonstration, and masks that name parts of them.
+"""robomimic's HDF5 files, import and export: a group for each demonstration, and masks that name subsets of these.
 
-`obs/<name>` becomes `observation.<name>`, with its final one where there is `next_obs`; `actions`, `rewards`, `dones`
-and `states` become `action`, `reward`, `done` and `state`; other arrays keep their names, as far as they are
+`obs/<name>` becomes `observation.<name>`, with a final observation if there is `next_obs`; `actions`, `rewards`,
+`dones` and `states` become `action`, `reward`, `done` and `state`; other arrays keep their names if these are
 identifiers. A mask becomes the bool meta field `mask.<name>`, so that `filter_meta={"mask.train": True}` reads that
-part. `done` is no `terminated`: robomimic may mark each step at which the task is done. The file's attributes,
-environment and models among them, are stored in `extra/robomimic.json`.
+subset. `done` does not become `terminated`: robomimic may mark each step at which the task is done. The attributes of
+the file, such as environment and models, are stored in `extra/robomimic.json`.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def import_robomimic(
 
     Args:
         path: the file.
-        folder: where; see `ReplayBuffer`.
-        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
-            "overwrite" what is there when the import is whole.
-        codec: of the fields that are images, uint8 (height, width, 1 or 3), as for `Field`; "zstd" keeps them to the
-            bit, "jpeg" does not.
-        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
+        folder: where the buffer is made; see `ReplayBuffer`.
+        if_exists: what to do if something is in the folder: "error" raises; "resume" goes on with an import of this
+            source that was interrupted; "overwrite" replaces it when the import is whole.
+        codec: of the fields that are images, uint8 (height, width, 1 or 3), as for `Field`; "zstd" is lossless, "jpeg"
+            is not.
+        options: of `ReplayBuffer`; by default `max_episodes` and `max_timesteps` are as many as the episodes need.
 
     Returns:
         The buffer, open for writing.
 
     Raises:
-        SchemaError: it is no such file, demonstrations differ in their arrays, or a row of `next_obs` is not the
-            observation that follows.
+        SchemaError: the path is no such file, demonstrations differ in their arrays, or a row of `next_obs` is not the
+            observation of the next step.
     """
     target = Target.checked(folder, if_exists, options)
     with h5py.File(path_of(path), "r") as file:
@@ -102,14 +102,14 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
     """Copy a buffer into a new file in robomimic's layout.
 
     Demonstrations are named by the meta field `demo`, else `demo_0`, …; bool meta fields `mask.<name>` become masks.
-    Of final observations those of observations have a place, and no other.
+    Of final entries only those of `observation` and `observation.<name>` are written.
 
     Args:
         buffer: with a field `action`. The fields that end its episodes become `dones`, if there is no `done`.
         path: the file.
         env: the environment that robomimic makes for rollouts (`env_args`): a Gymnasium environment, its id, or a dict
-            as robomimic has it; default: that of the file or Minari data set that was imported. Where none is known,
-            `env_args` names no environment: the file can be learned from, without rollouts.
+            in robomimic's form; default: the environment of the file or Minari data set that was imported. If none is
+            known, `env_args` names no environment: robomimic can learn from the file, but make no rollouts.
 
     Raises:
         SchemaError: there is no `action`, or a field is of text or lists.
@@ -142,7 +142,7 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
 
 
 def _read(demo: Any, names: Names) -> dict[str, Any]:
-    """The columns of a demonstration, of observations with the final one where there is `next_obs`."""
+    """The columns of a demonstration; those of observations have a final entry if there is `next_obs`."""
     arrays = {key: item for key, item in demo.items() if key != NEXT}
     columns = {name: item[()] for name, item in flatten(names.ours(arrays)).items()}
     if "action" not in columns:
@@ -159,7 +159,7 @@ def _is_image(field: Field) -> bool:
 
 
 def _exported(schema: Schema, episode: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Dotted name -> column of each array in the file."""
+    """Dotted name -> column, for the arrays to write."""
     columns = {name: episode[name] for name in schema.fields if name == "done" or name not in schema.ends}
     if schema.ends and "done" not in columns:
         terminated, truncated = ends_of(schema, episode, length)
@@ -193,6 +193,6 @@ def _number(demo: str) -> tuple[int, str]:
 
 
 def _attributes(group: Any) -> dict[str, Any]:
-    """The attributes as JSON can hold them, without the counts."""
+    """The attributes of a group as JSON can hold them, without counts, which an export writes anew."""
     attributes = {name: value for name, value in group.attrs.items() if name not in ("total", "num_samples")}
     return {name: as_text(np.asarray(value).tolist()) for name, value in attributes.items()}

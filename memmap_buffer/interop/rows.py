@@ -1,7 +1,8 @@
-"""B endless rows of timesteps in a folder, read by time: what the ring buffers of JAX's libraries are, without JAX.
+"""B endless rows of timesteps in a folder, read by time: the ring buffers of JAX's libraries, without JAX.
 
-A row has no end, and the steps of a folder are in episodes. So rows are stored in parts, all of them cut at once. A
-part begins with the last steps of the one before, so that every window of a row lies within one part.
+A row has no end, but the steps of a folder are in episodes. So rows are stored in parts, an episode for each row; all
+rows are cut at the same time. A part begins with the last steps of the part before, so that every window of a row lies
+within one part.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from memmap_buffer.interop.columns import IntArray
 from memmap_buffer.interop.trainer_memory import SPARE_SLOTS
 
 ROW, START = "row", "start"  # meta fields of a part: its row, and the time of its first step
-SPARE_STEPS = 16  # of a row: a process that dies within a round of steps leaves some rows one step longer
+SPARE_STEPS = 16  # room in each row: a process that dies while it adds a step leaves some rows one step longer
 LONGEST = 1000  # default timesteps of a part
 
 
@@ -26,7 +27,7 @@ class Part(NamedTuple):
 
     Args:
         start: the time of its first step.
-        before: how many steps of a row were published before it.
+        before: how many steps of a row were published before this part; a step stored in two parts counts twice.
         serials: (B,) its episodes, row by row.
     """
 
@@ -36,21 +37,21 @@ class Part(NamedTuple):
 
 
 class Rows:
-    """The newest steps of B rows; opened again, they go on, also after the writing process was killed.
+    """The newest steps of B rows. Opened again, rows go on, also after the writing process was killed.
 
     Args:
-        folder: where they are; made if it is missing.
+        folder: where the steps are; made if it is missing.
         fields: of a step.
         num_rows: B.
-        length: at least so many steps of each row can be read.
+        length: at least so many newest steps of each row can be read.
         window: the length of the windows that are read.
         period: windows drawn by `draw` begin every so many steps.
         options: of `ReplayBuffer`, such as `durability`; `max_timesteps` is the length of a part.
 
     Attributes:
         num_rows: B.
-        disk: the buffer. An episode of it is a part.
-        time: steps of each row that were ever added.
+        disk: the buffer. Each of its episodes is one row of a part.
+        time: how many steps were ever added to each row.
 
     Raises:
         SchemaMismatchError: the folder holds other rows.
@@ -95,7 +96,7 @@ class Rows:
 
     @property
     def oldest(self) -> int:
-        """The time of the oldest step that can be read for certain."""
+        """The time of the oldest step that is sure to be readable."""
         if not self._parts:
             return 0
         number = max(0, self._published - self._kept)
@@ -109,7 +110,7 @@ class Rows:
             columns: field -> (B, T, *field).
 
         Raises:
-            MemmapBufferError: as `ReplayBuffer.extend` raises it; then `time` tells how many steps there are.
+            MemmapBufferError: as `ReplayBuffer.extend` raises it; `time` then says how many steps are stored.
         """
         steps = {name: np.asarray(column).swapaxes(0, 1) for name, column in columns.items()}
         try:
@@ -129,7 +130,7 @@ class Rows:
             self.time, done = self.time + stop - done, stop
 
     def _cut(self) -> None:
-        """Begin a part: with the steps, again, of the windows that are not complete in the one before."""
+        """Begin a part. Store again, as its first steps, those of windows that the part before holds incompletely."""
         incomplete = max(0, self.time - self._window + 1)
         start = min(-(-incomplete // self._period) * self._period, self.time)
         count, rows = self.time - start, np.arange(self.num_rows)
@@ -140,7 +141,7 @@ class Rows:
             self._append({name: values.swapaxes(0, 1) for name, values in again.items()}, count)
 
     def _append(self, steps: Mapping[str, Any], count: int) -> None:
-        """Append (T, B, *field) to the newest part, which is one from its first steps on."""
+        """Append (T, B, *field) to the newest part; the first steps of a part make it known to readers."""
         if self._used:
             if count == 1:
                 self.disk.add(**{name: values[0] for name, values in steps.items()})
@@ -159,25 +160,25 @@ class Rows:
         self._published += count
 
     def _set(self, parts: Sequence[Part]) -> None:
-        """Tell readers of the parts, perhaps in other threads."""
+        """Publish the list of parts to `read` and `oldest`, which other threads may call."""
         self._table = np.array([part.start for part in parts]), np.array([part.serials for part in parts])
         self._parts = tuple(parts)
 
     def _resume(self) -> None:
-        """Find the parts that the folder has; the next step begins another one."""
+        """Find the parts that the folder has; the next step begins a new part."""
         self._used, self._published, self.time = self.disk.max_timesteps, 0, 0
         self._set([])
         if not self.disk.num_steps:
             return
         longest = self.disk.max_timesteps
-        view = Window(longest, stride=longest, fields=(), boundary="pad")  # one a part, from its first visible step
+        view = Window(longest, stride=longest, fields=(), boundary="pad")  # one an episode, from its first visible step
         batch = self.disk.batch(view=view, format="numpy", return_indices=True)
         serials, first = batch["_indices"].T
         parts: list[Part] = []
         for start in np.unique(batch[START]).tolist():
             here = np.flatnonzero(batch[START] == start)
             here = here[np.argsort(batch[ROW][here], kind="stable")]
-            if len(here) == self.num_rows:  # else the ring has forgotten some, or its process died as it began
+            if len(here) == self.num_rows:  # else rows were retired, or the process died as the part began
                 skipped = int(first[here].max())
                 before = self._published - skipped
                 parts.append(Part(start, before, serials[here]))
@@ -198,7 +199,7 @@ class Rows:
             Field -> (n, window, *field).
 
         Raises:
-            NotEnoughDataError: there are no such windows yet, or no more.
+            NotEnoughDataError: a window is not complete yet, or is overwritten.
         """
         if not (self.oldest <= times.min() and times.max() <= self.time - self._window):
             where = f"{self.disk.folder}: got windows of {self._window} from {times.min()} to {times.max()}"
@@ -206,7 +207,14 @@ class Rows:
         return self._read(rows, times, self._view)
 
     def steps(self, times: IntArray) -> dict[str, Array]:
-        """Single steps of every row: field -> (B, n, *field). Args: times: (n,) from `oldest` to `time` - 1."""
+        """Single steps of every row.
+
+        Args:
+            times: (n,) from `oldest` to `time` - 1.
+
+        Returns:
+            Field -> (B, n, *field).
+        """
         count, every = len(times), np.arange(self.num_rows)
         if not count:
             spec = self.disk.schema.fields
@@ -223,16 +231,16 @@ class Rows:
     def draw(
         self, count: int, seed: int, prioritized: Prioritized | None = None, conditions: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Array], Array, Array | None]:
-        """Windows drawn from all that are there, which may begin up to `window` steps before the newest `length`.
+        """Draw windows from all that are stored; some may begin up to `window` steps before the newest `length` steps.
 
         Args:
-            count: n.
-            seed: fixes them, as long as the steps and priorities are the same.
-            prioritized: how to draw by priority.
+            count: n, how many windows.
+            seed: decides which windows are drawn; the same as long as steps and priorities are the same.
+            prioritized: how to draw by priority; None: uniformly.
             conditions: on the first step of a window; see `filter_fields`.
 
         Returns:
-            Field -> (n, window, *field); (n, 2) indices for `update_priorities`; (n,) probabilities if by priority.
+            (field -> (n, window, *field); (n, 2) indices for `update_priorities`; (n,) probabilities, None if uniform).
 
         Raises:
             NotEnoughDataError: there is nothing to draw.

@@ -1,4 +1,4 @@
-"""Pickles of plain values and of arrays, read without unpickling: no function is looked up, so none is called."""
+"""Pickles of plain values and of arrays, read without unpickling: no function is looked up or called."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NUMPY = re.compile(r"numpy(\._?core(\.numeric|\.multiarray)?)?")
 
 @dataclass
 class _Call:
-    """A call that a pickle asks for, which is not made; and the state that its result would get."""
+    """A call that a pickle asks for, which is only noted, never made; and the state that its result would get."""
 
     name: str
     arguments: Any = None
@@ -40,16 +40,16 @@ def safe_loads(data: bytes) -> Any:
     """The value of a pickle of protocol 2 or later: None, bools, numbers, texts, dicts, lists and tuples.
 
     Raises:
-        SchemaError: it holds any other value, or is no pickle; nothing of it was executed.
+        SchemaError: the data holds any other value, or is no pickle; nothing of it was executed.
     """
     return _run(data, _step)
 
 
 def array_loads(data: bytes) -> npt.NDArray[Any]:
-    """The array of a pickle of protocol 3 or later of one array of numbers, read-only.
+    """The array, read-only, in a pickle of protocol 3 or later that holds one array of numbers.
 
     Raises:
-        SchemaError: it holds any other value, or is no pickle; nothing of it was executed.
+        SchemaError: the data holds any other value, or is no pickle; nothing of it was executed.
     """
     call = _run(data, _step_of_array)
     try:
@@ -84,7 +84,7 @@ def _run(data: bytes, step: Any) -> Any:
 
 
 def safe_dumps(value: Any) -> bytes:
-    """The pickle, of protocol 2, of a value as `safe_loads` gives it; whole numbers are of at most 32 bits."""
+    """The pickle, of protocol 2, of a value that `safe_loads` can give; whole numbers have at most 32 bits."""
     return b"\x80\x02" + _commands(value) + b"."
 
 

@@ -2,7 +2,7 @@
 
     memory = DiskMemory(memory_size=100_000, num_envs=env.num_envs, device=device, folder="runs/sac")
 
-takes the place of a `RandomMemory`; called again with the same folder, a run goes on with what was stored.
+takes the place of a `RandomMemory`. Called again with the same folder, it goes on with the steps that are stored.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ with extra("skrl"):
 
 
 class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
-    """A memory for DQN, DDPG, TD3 and SAC that lives in a folder, in the place of theirs.
+    """A memory in a folder for DQN, DDPG, TD3 and SAC, which takes the place of skrl's.
 
-    An observation is stored once, also as the one that follows the step before. A step is stored with the next
-    `add_samples`, which tells whether its episode went on, and drawn from the one after that on. Batches are drawn
-    uniformly, with replacement. Tensors such as `tensors["observations"]` are not there: `disk` has the data.
+    An observation is stored once, although it is also the one that follows the step before. A step is stored by the
+    next `add_samples`, which shows whether its episode went on; it can be drawn from the `add_samples` after that on.
+    Batches are drawn uniformly, with replacement. Tensors such as `tensors["observations"]` do not exist: `disk` has
+    the data.
 
     Args:
         memory_size: steps of each environment.
         num_envs: how many environments step together.
         device: where batches go.
-        folder: where it is; made at the first `add_samples`.
+        folder: where the steps are; made at the first `add_samples`.
         max_timesteps: longer episodes are stored in parts; no transition is lost where they are cut.
         options: others of `memmap_buffer.ReplayBuffer`, such as `durability`.
 
     Raises:
-        SchemaMismatchError: later, the folder holds other tensors, or another `memory_size`.
+        SchemaMismatchError: later, when the folder is opened: it holds other tensors, or another `memory_size`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
 
     @cached_property
     def disk(self) -> ReplayBuffer:
-        """The `memmap_buffer.ReplayBuffer`. Raises NotEnoughDataError before the agent made its tensors."""
+        """The `memmap_buffer.ReplayBuffer`. Raises NotEnoughDataError before the agent has made its tensors."""
         if not self._fields:
             raise NotEnoughDataError("there is no tensor yet; the agent makes them when the trainer is made")
         fields = {
@@ -76,15 +77,15 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
 
         Args:
             name: of the tensor.
-            size: of an entry, or the space that it is of; None: there is none.
-            dtype: of its entries; default: that of torch.
-            keep_dimensions: whether entries have the axes of `size`, not one.
+            size: of an entry, or the space of the entries; None: no tensor is declared.
+            dtype: of its entries; None: float32.
+            keep_dimensions: True: entries have the axes of `size`; False: they are flat, (size,).
 
         Returns:
-            Whether it is new.
+            Whether the tensor is new.
 
         Raises:
-            ValueError: there is one of that name and another size or dtype.
+            ValueError: there is a tensor of that name with another size or dtype.
         """
         if size is None:
             return False
@@ -107,16 +108,16 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         """Store one step of each environment.
 
         Args:
-            tensors: name -> (num_envs, size); names without a tensor are left out.
+            tensors: name -> (num_envs, size); names that were not declared are left out.
 
         Raises:
-            ValueError: there is no sample, or not one of each environment.
+            ValueError: there is no sample, or not one sample of each environment.
         """
         if not tensors:
             raise ValueError("There are no samples. Provide samples as key-value arguments")
         finals = self.disk.schema.final_names
         step = {name: self._rows(name, tensors[name]) for name in self._fields if tensors.get(name) is not None}
-        step.pop(TRUNCATED, None)  # that an episode was cut is told by the next step, as not all agents tell it
+        step.pop(TRUNCATED, None)  # not all agents give it; so the next step shows whether the episode was cut
         self._memory.add(step, {name: step.pop(f"{NEXT}{name}") for name in finals})
 
     def _rows(self, name: str, tensor: Any) -> Array:
@@ -126,16 +127,16 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         return np.array(values.reshape(shape))
 
     def save(self, directory: str = "", *, format: str = "pt") -> None:
-        """Wait until every step is on the disk; there is nothing else to be saved.
+        """Wait until every step is on the disk; there is nothing else to save.
 
         Args:
-            directory: as theirs; not used.
-            format: as theirs; not used.
+            directory: without effect.
+            format: without effect.
         """
         self._memory.save()
 
     def close(self) -> None:
-        """Wait until every step is on the disk, and let go of the folder."""
+        """Wait until every step is on the disk, and close the folder."""
         self._memory.close()
 
     # Reading
@@ -148,15 +149,15 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         Args:
             names: of the tensors.
             batch_size: steps of all mini-batches together.
-            mini_batches: how many the steps are shared among.
+            mini_batches: among how many mini-batches the steps are shared.
             sequence_length: must be 1.
 
         Returns:
-            For each mini-batch the tensors (steps, size) in the order of the names; None where there is no such tensor.
+            For each mini-batch the tensors (steps, size) in the order of `names`; None if there is no such tensor.
 
         Raises:
             NotEnoughDataError: there is no transition.
-            ValueError: `sequence_length`.
+            ValueError: `sequence_length` is not 1.
         """
         if sequence_length != 1:
             raise ValueError(f"sequence_length: got {sequence_length}, and single steps are drawn; leave it out")
@@ -165,18 +166,18 @@ class DiskMemory(Memory):  # type: ignore[misc]  # skrl has no types here
         return _shared(batch, names, mini_batches)
 
     def sample_by_index(self, names: list[str], *, indexes: Any, mini_batches: int = 1) -> list[list[Any]]:
-        """The steps that were drawn before.
+        """The steps of given indexes, such as those that were drawn before.
 
         Args:
             names: of the tensors.
             indexes: (B, 2), as `get_sampling_indexes` gives them, or (B,) positions.
-            mini_batches: how many the steps are shared among.
+            mini_batches: among how many mini-batches the steps are shared.
 
         Returns:
-            As `sample`.
+            As `sample` returns them.
 
         Raises:
-            StaleEpisodeError: a step is gone.
+            StaleEpisodeError: a step is overwritten or cleared.
         """
         return _shared(self.disk.batch(indexes, device=self.device, **self._draws()), names, mini_batches)
 

@@ -1,8 +1,8 @@
-"""Stable-Baselines3: replay buffers on disk for its off-policy algorithms, by `replay_buffer_class=`.
+"""Stable-Baselines3: replay buffers on disk for its off-policy algorithms, given as `replay_buffer_class=`.
 
     SAC("MlpPolicy", env, replay_buffer_class=DiskReplayBuffer, replay_buffer_kwargs={"folder": "runs/sac"})
 
-Called again with the same folder, a run goes on with every transition that was stored.
+Called again with the same folder, a run goes on with every transition that is stored there.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ OBSERVATION = "observation"
 
 
 class DiskReplayBuffer(MemoryReplayBuffer):
-    """A replay buffer for SAC, TD3, DDPG and DQN that lives in a folder, in the place of theirs.
+    """A replay buffer in a folder for SAC, TD3, DDPG and DQN.
 
-    It stands for their `ReplayBuffer`, `DictReplayBuffer` and `NStepReplayBuffer`. An observation is stored once, also
-    as the one that follows the step before. A transition is drawn from the next `add` of its environment on. Arrays
-    such as `observations` or `dones` are not there: `disk` has the data. Pickled, as by `save_replay_buffer`, it is the
-    folder's name; so what is loaded is what the folder holds then.
+    It takes the place of Stable-Baselines3's `ReplayBuffer`, `DictReplayBuffer` and `NStepReplayBuffer`. An observation
+    is stored once, although it is also the one that follows the step before. A transition can be drawn from the next
+    `add` on. Arrays such as `observations` or `dones` do not exist: `disk` has the data. A pickle, as of
+    `save_replay_buffer`, holds only the folder's name: loading it gives the transitions that the folder has then.
 
     Args:
-        buffer_size: transitions, of all environments together, shared among these evenly.
+        buffer_size: transitions of all environments together; each has an equal share.
         observation_space: of one environment.
         action_space: of one environment.
         device: where batches go.
         n_envs: how many environments step together.
-        optimize_memory_usage: must be false: an observation is stored once anyway.
-        handle_timeout_termination: an episode that a time limit ended did not terminate.
-        folder: where it is; made if it is missing.
+        optimize_memory_usage: must be False: an observation is stored once anyway.
+        handle_timeout_termination: whether an episode that a time limit ended counts as truncated, not terminated.
+        folder: where the transitions are; made if it is missing.
         n_steps: the most steps of a transition.
-        gamma: γ of their returns.
-        codec: of observations that are images, as for `Field`: "zstd", say.
+        gamma: γ of the returns of transitions of several steps.
+        codec: of observations that are images, as for `Field`, such as "zstd".
         options: others of `memmap_buffer.ReplayBuffer`, such as `durability`. Episodes longer than `max_timesteps`
             (default 1,000) are stored in parts; no transition of one step is lost where they are cut.
 
@@ -54,8 +54,8 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         disk: the `memmap_buffer.ReplayBuffer`.
 
     Raises:
-        SchemaMismatchError: the folder holds the transitions of other spaces, or another `buffer_size`.
-        ValueError: `optimize_memory_usage`.
+        SchemaMismatchError: the folder holds transitions of other spaces, or has another `buffer_size`.
+        ValueError: `optimize_memory_usage` is True.
     """
 
     publish: Literal["episode", "step"] = "step"
@@ -85,7 +85,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         shapes = self.obs_shape if isinstance(self.obs_shape, dict) else {"": self.obs_shape}
         of = {key: observation_space[key] if key else observation_space for key in shapes}  # type: ignore[index]
         tree = {key: key for key in shapes} if "" not in shapes else ""
-        self._keys: dict[str, str] = flatten(Names().ours({OBSERVATION: tree}))  # by the names of fields
+        self._keys: dict[str, str] = flatten(Names().ours({OBSERVATION: tree}))  # field -> key, "" of no Dict
         self._fields: dict[str, Any] = {
             name: Field(of[key].dtype, shapes[key], final=True, codec=image_codec(of[key].dtype, shapes[key], codec))
             for name, key in self._keys.items()
@@ -103,7 +103,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         return draws if self.n_steps == 1 else {**draws, **several}
 
     def _count(self) -> None:
-        """Say how much there is in the words of Stable-Baselines3."""
+        """Set `pos` and `full`, by which Stable-Baselines3 says how many transitions there are."""
         turns, self.pos = divmod(self.memory.num_added, self.buffer_size)
         self.full = turns > 0
 
@@ -125,11 +125,11 @@ class DiskReplayBuffer(MemoryReplayBuffer):
 
         Args:
             obs: (n_envs, *shape), or a dict of such arrays.
-            next_obs: likewise; where an episode ended its last observation, not the first of the next one.
+            next_obs: as `obs`; if an episode ended, its last observation, not the first one of the next episode.
             action: (n_envs, *action).
             reward: (n_envs,).
-            done: (n_envs,).
-            infos: of each environment.
+            done: (n_envs,) whether each episode ended.
+            infos: the info of each environment.
         """
         late, done = np.zeros(self.n_envs, np.bool_), np.asarray(done, np.bool_).reshape(self.n_envs)
         if self.handle_timeout_termination:
@@ -141,7 +141,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         self._count()
 
     def _arrays(self, obs: Any) -> dict[str, Array]:
-        """Observations by the names of fields, of the stored shape and dtype."""
+        """Field -> observations (n_envs, *field) of the stored shape and dtype."""
         arrays, fields = obs if isinstance(obs, Mapping) else {"": obs}, self._fields
         return {
             name: np.array(arrays[key], fields[name].dtype).reshape(self.n_envs, *fields[name].shape)
@@ -154,11 +154,11 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         """A batch drawn uniformly.
 
         Args:
-            batch_size: transitions.
-            env: normalises observations and rewards.
+            batch_size: how many transitions.
+            env: normalises observations and rewards; None: they stay as they are.
 
         Returns:
-            `ReplayBufferSamples` or `DictReplayBufferSamples`.
+            `ReplayBufferSamples`, or `DictReplayBufferSamples` for a dict of observations.
 
         Raises:
             NotEnoughDataError: there is no transition.
@@ -167,7 +167,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         return self._samples(self.memory.sample(batch_size, device=device, **self._options), env)
 
     def _samples(self, batch: Mapping[str, Any], env: VecNormalize | None) -> Any:
-        """A batch of `disk` as the trainer has it."""
+        """A batch of `disk` in the form of Stable-Baselines3."""
         single = "" in self._keys.values()
         flat = batch if single else flatten(batch)
         pair = ({key: flat[prefix + name] for name, key in self._keys.items()} for prefix in ("", NEXT))
@@ -177,7 +177,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         return kind(now, batch["action"].to(self.device), following, dones, rewards, discounts)
 
     def _normal(self, values: dict[str, Any], env: VecNormalize | None) -> Any:
-        """The observations as the environment gives them, normalised by it."""
+        """The observations as a tensor or a dict of tensors, normalised by `env` if there is one."""
         if env is not None:
             arrays = {key: rows.numpy() for key, rows in values.items()}
             normal: Any = env.normalize_obs(arrays.get("", arrays))
@@ -185,7 +185,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         return values.get("", values)
 
     def _returns(self, batch: Mapping[str, Any], env: VecNormalize | None) -> tuple[Any, Any, Any]:
-        """Rewards and dones (B, 1), and for several steps the discounts (B, 1) of what follows."""
+        """Returns and dones (B, 1); for transitions of several steps also the discounts γ^k (B, 1), else None."""
         rewards = batch["reward" if self.n_steps == 1 else "seq_reward"]
         if env is not None:
             rewards = self.to_torch(env.normalize_reward(rewards.numpy()).astype(np.float32))
@@ -207,8 +207,8 @@ class DiskReplayBuffer(MemoryReplayBuffer):
 class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
     """A `HerReplayBuffer` in a folder: hindsight experience replay of episodes that ended.
 
-    An episode is there when it ended, as with theirs. Of a batch each transition is given another goal with the
-    probability n / (n + 1); theirs gives it to exactly that part of the batch.
+    An episode can be drawn when it has ended, as in `HerReplayBuffer`. Each transition of a batch gets another goal
+    with the probability n / (n + 1); `HerReplayBuffer` gives it to exactly that share of a batch.
 
     Args:
         buffer_size: see `DiskReplayBuffer`.
@@ -219,18 +219,19 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         n_envs: see `DiskReplayBuffer`.
         optimize_memory_usage: see `DiskReplayBuffer`.
         handle_timeout_termination: see `DiskReplayBuffer`.
-        n_sampled_goal: n, other goals for each one of its own.
+        n_sampled_goal: n, how many other goals there are for each original goal.
         goal_selection_strategy: "future", "final" or "episode".
-        copy_info_dict: must be false: infos are not stored, and `compute_reward` gets empty ones.
+        copy_info_dict: must be False: infos are not stored, and `compute_reward` gets empty ones.
         folder: see `DiskReplayBuffer`.
         options: see `DiskReplayBuffer`.
 
     Raises:
-        ValueError: `copy_info_dict`, or a strategy that there is not.
+        ValueError: `copy_info_dict` is True.
+        KeyError: there is no such strategy.
     """
 
     publish: Literal["episode", "step"] = "episode"
-    env: VecEnv | None = None  # after unpickling, until `set_env`
+    env: VecEnv | None = None  # None after unpickling, until `set_env`
 
     def __init__(
         self,
@@ -269,5 +270,5 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         return np.asarray(rewards, np.float32)
 
     def truncate_last_trajectory(self) -> None:
-        """End the episodes that are open, as if a time limit had."""
+        """End the open episodes as cut short, as a time limit does."""
         self.memory.end_episodes()

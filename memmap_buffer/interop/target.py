@@ -1,9 +1,9 @@
-"""The folder that an import makes: filled beside its place, and renamed when it is whole.
+"""The folder that an import makes: filled beside its place, and renamed to its place when it is whole.
 
-    .<name>.import/new    what is being filled; `if_exists="resume"` goes on with it
-    .<name>.import/old    what it replaces, for the moment between two renames
+    .<name>.import/new    the new folder while it is filled; `if_exists="resume"` goes on with it
+    .<name>.import/old    the folder that it replaces, for the moment between two renames
 
-A kill between these leaves both whole, and the next import of that name puts the old one back.
+A kill between the two renames leaves both folders whole, and the next import of that name puts the old one back.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from memmap_buffer.adapters import LOST, AnyPath, IfExists, check_choice, path_o
 
 Origin: TypeAlias = dict[str, Any]
 
-TOLD = "extra/import.json"  # in the folder: its origin
-REPLACES = "replaces"  # in it: whether the import may replace what is there
-ELSEWHERE = ("shard", "publish_to", "read_only")  # options of `ReplayBuffer` that name another folder, or none to fill
+TOLD = "extra/import.json"  # the file of a folder's origin
+REPLACES = "replaces"  # its key that says whether the import may replace the content of its place
+ELSEWHERE = ("shard", "publish_to", "read_only")  # options of `ReplayBuffer` by which it fills another folder, or none
 OF_A_BUFFER = {"schema.json", "episodes.npy", "state.npy", "checksums.npy", "data", "meta", "extra", "priority"}
 OF_A_BUFFER |= {LOST}
 CHOICES = (
@@ -44,11 +44,11 @@ CHOICES = (
 
 @dataclass(frozen=True)
 class Target:
-    """Where an import goes.
+    """The place of an import.
 
     Args:
-        folder: as it was given.
-        place: the same, absolute, where a link leads to.
+        folder: the folder as the caller named it.
+        place: its absolute path, with links resolved.
         if_exists: see `checked`.
         options: of `ReplayBuffer`.
     """
@@ -62,15 +62,15 @@ class Target:
     def checked(
         cls, folder: AnyPath, if_exists: IfExists = "error", options: Mapping[str, Any] | None = None
     ) -> Target:
-        """A target that an import may fill, before anything of the source is read.
+        """A target that an import may fill. To be called before anything of the source is read.
 
         Args:
-            folder: where; made if it is missing.
-            if_exists: what to do about what is there: "error", "resume" or "overwrite".
-            options: of `ReplayBuffer`; `overwrite=True` is another spelling of `if_exists="overwrite"`.
+            folder: the folder of the new buffer; made if it is missing.
+            if_exists: what to do if something is in the folder: "error", "resume" or "overwrite".
+            options: of `ReplayBuffer`; `overwrite=True` means `if_exists="overwrite"`.
 
         Raises:
-            SchemaError: something is there that may not be replaced, or an argument is not what it must be.
+            SchemaError: something is in the folder that must not be replaced, or an argument is wrong.
         """
         check_choice("if_exists", if_exists, IfExists)
         buffer_options = dict(options or {})
@@ -94,24 +94,24 @@ class Target:
 
     @property
     def exists(self) -> bool:
-        """Whether something is there; an empty folder is nothing."""
+        """Whether something is at the place; an empty folder is nothing."""
         return self.place.exists() and (not self.place.is_dir() or any(self.place.iterdir()))
 
     @property
     def staged(self) -> Path:
-        """The folder that is filled."""
+        """The folder beside the place that is filled first."""
         return self._beside / "new"
 
     @property
     def in_the_way(self) -> SchemaError:
-        """The error that something is there."""
+        """The error that something is at the place already."""
         return SchemaError(f"{self.folder}: there is something already; {CHOICES}")
 
     def is_whole(self, origin: Origin | None) -> bool:
-        """Whether an import that is to be resumed is at its place already.
+        """Whether the import that is to be resumed was finished: its buffer is at its place.
 
         Raises:
-            SchemaError: something else is there.
+            SchemaError: something else is at the place.
         """
         if self.if_exists != "resume" or not self.exists or self._replaces:
             return False
@@ -125,16 +125,16 @@ class Target:
     def filling(
         self, arguments: Mapping[str, Any], origin: Origin | None, lengths: Sequence[int]
     ) -> Iterator[ReplayBuffer]:
-        """The staged buffer, to be filled and put in its place in the block; what an error leaves can be resumed.
+        """The staged buffer. The block fills it and calls `put`; after an error the import can be resumed.
 
         Args:
             arguments: of `ReplayBuffer`.
-            origin: see `origin_of`; None: an error leaves nothing.
-            lengths: of the episodes; those that are there already are the first.
+            origin: see `origin_of`; None: an error leaves nothing behind.
+            lengths: of all episodes, in steps. If the buffer has episodes already, these are the first ones.
 
         Raises:
-            SchemaError: with `resume`, the import that is there is of another origin.
-            CorruptBufferError: with `resume`, it is damaged.
+            SchemaError: with `resume`, the staged buffer is of another origin.
+            CorruptBufferError: with `resume`, the staged buffer is damaged.
             BufferLockedError: another process fills it.
         """
         buffer = self._opened(arguments, origin, lengths)
@@ -144,15 +144,15 @@ class Target:
             self._keep(buffer, origin, error)
             raise
         finally:
-            with suppress(WriterLostError):  # it is not there any more
+            with suppress(WriterLostError):  # its folder was renamed or removed
                 buffer.close()
 
     def put(self, buffer: ReplayBuffer, arguments: Mapping[str, Any]) -> ReplayBuffer:
-        """The filled buffer at its place, opened anew; no other process can write to it meanwhile.
+        """Rename the filled folder to its place. Returns its buffer, opened anew; its lock is held all the time.
 
         Raises:
-            SchemaError: something has come there that may not be replaced.
-            BufferLockedError: another process writes to what is to be replaced.
+            SchemaError: something has come to the place that must not be replaced.
+            BufferLockedError: another process writes to the buffer that is to be replaced.
         """
         buffer.flush()
         if self.place.is_dir():
@@ -165,7 +165,7 @@ class Target:
         return _reopened(buffer, self.folder, arguments)
 
     def _opened(self, arguments: Mapping[str, Any], origin: Origin | None, lengths: Sequence[int]) -> ReplayBuffer:
-        whole_episodes = {**arguments, "publish": "episode"}  # a killed import leaves no half of one
+        whole_episodes = {**arguments, "publish": "episode"}  # a killed import leaves no half of an episode
         if self._goes_on(origin, lengths):
             buffer = ReplayBuffer(self.staged, **whole_episodes)
             buffer.delete([])  # takes the lock
@@ -183,14 +183,14 @@ class Target:
         return buffer
 
     def _goes_on(self, origin: Origin | None, lengths: Sequence[int]) -> bool:
-        """Whether the first of these episodes are in the staged buffer, and no others."""
+        """Whether the import can be resumed: the staged buffer holds the first of these episodes, and no others."""
         earlier = _origin_in(self.staged) if self.if_exists == "resume" else None
         if earlier is None:
             return False
         self._require_same(earlier, origin)
         with ReplayBuffer.from_folder(self.staged, read_only=True) as there:
             if there.max_episodes < len(lengths) or (there.capacity or sum(lengths)) < sum(lengths):
-                return False  # a ring does not tell how many it has dropped
+                return False  # the ring may have dropped episodes, so their number does not say where to go on
         if lost := [finding for finding in verify(self.staged) if finding.lost]:
             raise CorruptBufferError(
                 f"{self.staged}: {lost[0]}; import it from the beginning, by if_exists='overwrite'", path=self.staged
@@ -207,12 +207,12 @@ class Target:
 
     @property
     def _replaces(self) -> bool:
-        """Whether the import may replace what is there; one that is resumed, as it was begun."""
+        """Whether the import may replace the content of its place; a resumed import may if it was begun so."""
         origin = _origin_in(self.staged) if self.if_exists == "resume" else None
         return self.if_exists == "overwrite" or bool(origin and origin[REPLACES])
 
     def _keep(self, buffer: ReplayBuffer, origin: Origin | None, error: BaseException) -> None:
-        """Leave what can be resumed, and say so; else nothing."""
+        """After an error: keep a staged buffer that can be resumed, with a note in `error`; remove any other."""
         count = 0 if origin is None else buffer.num_episodes
         if not count:
             with suppress(MemmapBufferError, OSError):
@@ -221,7 +221,7 @@ class Target:
             error.add_note(f"{count} episodes are imported; if_exists='resume' goes on behind them")
 
     def _clear(self) -> None:
-        """Remove what an import left beside the place. Raises BufferLockedError: it goes on, in another process."""
+        """Remove the staged folder of an earlier import. Raises BufferLockedError if another process still fills it."""
         with suppress(NotABufferError, CorruptBufferError), _locked(self.staged):
             shutil.rmtree(self.staged)
         if self.staged.exists():
@@ -247,11 +247,11 @@ class Target:
         self._tidy()
 
     def _tidy(self) -> None:
-        with suppress(OSError):  # it is not there, or something is in it
+        with suppress(OSError):  # the folder is missing, or not empty
             self._beside.rmdir()
 
     def _require_buffer(self) -> None:
-        """Raise SchemaError unless a buffer stands there, and nothing else that would be removed with it."""
+        """Raise SchemaError unless the place holds a buffer, and no other files, which would be removed with it."""
         if not (self.place / "schema.json").exists():
             raise SchemaError(f"{self.folder}: there is something already, and it is no buffer; give a new folder")
         names = {path.name for path in self.place.iterdir() if not path.name.startswith(".")}
@@ -271,7 +271,7 @@ class Target:
 
 
 def origin_of(source: Path, lengths: Sequence[int], arguments: Mapping[str, Any]) -> Origin:
-    """The facts that tell one import from another: the files of its source, its episodes and its arguments, as JSON."""
+    """The facts that identify an import, as JSON: the files of its source, its episodes and its arguments."""
     names = [""] if source.is_file() else sorted(str(path.relative_to(source)) for path in source.rglob("*"))
     shown = [name for name in names if not re.search(r"(^|/)\.", name) and (source / name).is_file()]
     files = [(name, *_stamp(source / name)) for name in shown]
@@ -288,7 +288,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _origin_in(folder: Path) -> Origin | None:
-    """The origin of an import in a folder; None: there is none, or it was killed before its first episode."""
+    """The origin of the import that filled a folder; None: there is none, or a kill came before its first episode."""
     try:
         origin: Origin = json.loads((folder / TOLD).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -297,7 +297,7 @@ def _origin_in(folder: Path) -> Origin | None:
 
 
 def _reopened(before: ReplayBuffer, folder: Path, arguments: Mapping[str, Any]) -> ReplayBuffer:
-    """A buffer at its new place, by other arguments; its lock is held all the time."""
+    """The buffer `before`, opened anew at its new place by other arguments; its lock is held all the time."""
     after = ReplayBuffer(folder, **arguments)
     after.delete([])  # takes the lock over
     before.close()
@@ -306,12 +306,12 @@ def _reopened(before: ReplayBuffer, folder: Path, arguments: Mapping[str, Any]) 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """No other process writes to a buffer during the block, in which it is moved or removed."""
+    """A block that moves or removes a buffer's folder; no other process writes to the buffer meanwhile."""
     buffer = ReplayBuffer.from_folder(folder)
     try:
         if not buffer.read_only:
             buffer.delete([])  # takes the lock
         yield
     finally:
-        with suppress(WriterLostError):  # it is not there any more
+        with suppress(WriterLostError):  # the block moved or removed its folder
             buffer.close()

@@ -1,6 +1,6 @@
-"""torchrl: batches and buffers as TensorDicts, and the dump of a LazyMemmapStorage as a folder.
+"""torchrl: batches and buffers as TensorDicts, and import of the dump of a LazyMemmapStorage.
 
-A dump is read as JSON and plain arrays, so neither torchrl nor its unpickling is needed.
+A dump is read as JSON and plain arrays, so this needs neither torchrl nor unpickling.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 OF_NEXT = ("reward", "terminated", "truncated", "done")
 REMEDY = "no episode ends there: mark the end by ('next', 'done') or ('collector', 'traj_ids')"
-SIGNS = r'[/<>:"|?*\\ %\x00-\x1f\x7f]'  # that tensordict leaves out of the names of files
-LEFT_OUT = frozenset({"index", "done", "terminated", "truncated"})  # at the root: of the step before
+SIGNS = r'[/<>:"|?*\\ %\x00-\x1f\x7f]'  # characters that tensordict replaces in the names of files
+LEFT_OUT = frozenset({"index", "done", "terminated", "truncated"})  # at the root; these ends belong to the step before
 
 
 def to_tensordict(
@@ -35,20 +35,21 @@ def to_tensordict(
     schema: Schema | None = None,
     names: Names | None = None,
 ) -> TensorDict:
-    """A batch as a TensorDict over the same memory, or all steps of a buffer as one.
+    """A batch as a TensorDict over the same memory, or all steps of a buffer as a TensorDict.
 
-    Keys `next_<name>`, `reward`, and those of the fields that end episodes, as `terminated` and `truncated`, of an
-    n-step batch go below "next", where torchrl looks for them, with `done`; rewards and ends as (B, 1), as its losses
-    have them. So do those of a group, as ("next", "agents", "reward"), in their own shape. Text is left out, as it is
-    no tensor.
+    In an n-step batch the keys `next_<name>`, `reward` and the fields that end episodes go below "next", where torchrl
+    looks for them: the ends as `terminated` and `truncated`, and with them `done`. Rewards and ends become (B, 1), as
+    torchrl's losses expect. Rewards and ends of a group go below "next", too, as ("next", "agents", "reward"), in their
+    own shape. Text is left out, as it is no tensor.
 
     Args:
-        source: a batch of any view, which is not copied; or a buffer, whose steps are copied, oldest first.
-        schema: of the batch's buffer, if fields of other names than `terminated` and `truncated` end its episodes.
-        names: the keys that importers changed into names of fields, to be restored.
+        source: a batch of any view, which is not copied; or a buffer, whose steps are copied, the oldest first.
+        schema: of the batch's buffer; needed if the fields that end its episodes are not named `terminated` and
+            `truncated`.
+        names: the keys that importers changed into names of fields; they are restored.
 
     Returns:
-        A TensorDict of batch size (B,) or (steps,); that of a buffer has `_indices`, the serial and timestep of each.
+        A TensorDict of batch size (B,), or of a buffer (steps,) with `_indices`, the serial and timestep of each.
 
     Raises:
         SchemaError: the batch is empty.
@@ -84,23 +85,23 @@ def import_torchrl(path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "err
     """Copy the dump of a replay buffer over a LazyMemmapStorage of one dimension into a folder.
 
     An episode ends where ("next", "done") is true, where ("collector", "traj_ids") changes, and at the newest entry.
-    Entries that are below "next" as well, such as observations, become fields with a final one; each must equal the
-    entry that follows. Rewards and ends are taken from "next".
+    A key that is at the root and below "next", such as an observation, becomes a field with `final`; its value below
+    "next" must equal the next entry's value at the root. Rewards and ends are taken from "next".
 
     Args:
         path: the folder that `dumps` wrote, or its `storage`.
-        folder: where; see `ReplayBuffer`.
-        if_exists: "error" where something is there; "resume" an import of this source that was interrupted;
-            "overwrite" what is there when the import is whole.
-        options: of `ReplayBuffer`; `max_episodes` and `max_timesteps` are as many as needed.
+        folder: where the buffer is made; see `ReplayBuffer`.
+        if_exists: what to do if something is in the folder: "error" raises; "resume" goes on with an import of this
+            source that was interrupted; "overwrite" replaces it when the import is whole.
+        options: of `ReplayBuffer`; by default `max_episodes` and `max_timesteps` are as many as the episodes need.
 
     Returns:
         The buffer, open for writing.
 
     Raises:
-        NotABufferError: it is no such dump.
-        CorruptBufferError: a file has not the size that the dump says.
-        SchemaError: an entry is no tensor or of lists, or "next" of an episode is not the entry that follows.
+        NotABufferError: the path is no such dump.
+        CorruptBufferError: a file does not have the size that the dump says.
+        SchemaError: a value is no tensor or of lists, or within an episode "next" is not the entry that follows.
     """
     target, root = Target.checked(folder, if_exists, options), path_of(path)
     root = root / "storage" if (root / "storage").is_dir() else root
@@ -137,7 +138,7 @@ def _all_steps(buffer: ReplayBuffer | ConcatBuffer) -> Mapping[str, Any]:
 
 
 def _of_next(schema: Schema | None, keys: Iterable[str]) -> dict[str, str | None]:
-    """Our name -> torchrl's, of what is known of a step only after it; None: by its path, as it is of a group."""
+    """Field of a reward or an end, known only after its step -> torchrl's key below "next"; None: its own path."""
     final = () if schema is None else schema.final_names  # they stand at the root, too
     names: dict[str, str | None] = {name: None for name in keys if _is_of_group(name) and name not in final}
     names |= {name: name for name in OF_NEXT}
@@ -149,7 +150,7 @@ def _of_next(schema: Schema | None, keys: Iterable[str]) -> dict[str, str | None
 
 
 def _is_of_group(name: str) -> bool:
-    """Whether a key is the reward, or an end, of a group, such as the agents of a team, at the step itself."""
+    """Whether a key is the reward, or an end, of a group of fields, such as "agents.reward", at the step itself."""
     group, _, leaf = name.rpartition(".")
     return bool(group) and leaf in OF_NEXT and not group.startswith(("next_", "seq_"))
 
@@ -172,7 +173,7 @@ def _json(path: Path) -> Any:
 
 
 def _require_no_lists(root: Path) -> None:
-    """Raise SchemaError where `to_tensordict` padded lists: a dump does not tell which entries are lists."""
+    """Raise SchemaError if the dump has lists that `to_tensordict` padded: it does not say which keys are lists."""
     for key in _json(root / "meta.json"):
         if key.startswith(LENGTHS):
             raise SchemaError(
@@ -183,7 +184,7 @@ def _require_no_lists(root: Path) -> None:
 
 
 def _arrays(folder: Path) -> dict[str, Any]:
-    """Nested mapped arrays by their keys, bfloat16 as a structure of its bits."""
+    """Nested dicts of mapped arrays by their keys; bfloat16 as structures with the entry "bfloat16", its bits."""
     out: dict[str, Any] = {}
     for key, about in _json(folder / "meta.json").items():
         if key == "shape" and len(about) != 1:
@@ -200,7 +201,7 @@ def _arrays(folder: Path) -> dict[str, Any]:
 
 
 def _file_of(folder: Path, key: str, suffix: str = "") -> Path:
-    """The file of a key: tensordict writes signs that a path may not have as %XX, older versions as they are."""
+    """The file of a key: tensordict writes characters of `SIGNS` as %XX; older versions left them as they are."""
     encoded = "%2E" * len(key) if key in (".", "..") else re.sub(SIGNS, lambda sign: f"%{ord(sign[0]):02X}", key) or "%"
     before = folder / f"{key}{suffix}"
     return before if re.fullmatch(r"[\w -]+", key) and before.exists() else folder / f"{encoded}{suffix}"
@@ -222,12 +223,12 @@ def _dtype(column: Any) -> Any:
 
 
 def _decoded(column: Any) -> Any:
-    """A column with bfloat16 as float32."""
+    """A column of `_arrays` as numbers: bfloat16 as float32, others unchanged."""
     return decode(column["bfloat16"], "bfloat16") if column.dtype.names else column
 
 
 def columns_of_steps(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The columns that become fields; of those with a final entry also the one that follows each step."""
+    """(columns that become fields; for fields with a final entry, the column of the entries that follow each step)."""
     groups = ("next.", "collector.")
     below = {name.removeprefix("next."): c for name, c in columns.items() if name.startswith("next.")}
     left_out = LEFT_OUT if below else {"index"}

@@ -1,8 +1,8 @@
-"""torchrl: a `TensorDictReplayBuffer` in a folder, which stands where one over a `LazyMemmapStorage` stood.
+"""torchrl: a `TensorDictReplayBuffer` in a folder, which takes the place of one over a `LazyMemmapStorage`.
 
     replay_buffer = DiskReplayBuffer("runs/sac", 1_000_000, batch_size=256)
 
-Called again with the same folder, a run goes on with what was stored.
+Called again with the same folder, a run goes on with the steps that are stored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ with extra("torchrl"):
     from torchrl.data.replay_buffers import Storage
 
 TRAJECTORY = ("collector", "traj_ids")
-SPARE_SLOTS = 128  # cost nothing, see `ReplayBuffer`; half of them for trajectories that go on side by side
+SPARE_SLOTS = 128  # half of them for trajectories that go on side by side; unused ones cost nothing
 IS_INIT = "is_init"
 STATE = "folder.json"
 
@@ -41,38 +41,38 @@ STATE = "folder.json"
 class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl has no types
     """Transitions, or slices of trajectories, in a folder, as torchrl's collectors give them and its losses take them.
 
-    Steps are stored as episodes: a run of entries of one trajectory, by ("collector", "traj_ids"), or, where these are
-    missing, of one row of the batch. An entry that stands at the root and below "next", such as an observation, is
-    stored once; where "next" of a step is not what the following one begins with, an episode ends. Other entries below
-    "next" than these, and the reward and the ends, of groups too, are left out. A transition is drawn from the next
-    step of its trajectory on. Saved by `dumps`, `state_dict` or pickle it is the folder's name; so what is loaded is
-    what the folder holds.
+    Steps are stored as episodes: the successive steps of one trajectory, by ("collector", "traj_ids"), or, if these are
+    missing, of one row of the batch. A key that is at the root and below "next", such as an observation, is stored
+    once; an episode ends where a step's value below "next" is not the next step's value at the root. Of the keys that
+    are only below "next", the reward and the ends are stored, also those of groups; others are left out. A transition
+    can be drawn from the next step of its trajectory on. Saved by `dumps`, `state_dict` or pickle, the buffer is only
+    the folder's name: loading gives the steps that the folder has then.
 
     Args:
-        folder: where it is; made at the first `extend`.
-        capacity: the newest so many transitions can be drawn.
+        folder: where the steps are; made at the first `extend`.
+        capacity: so many newest transitions can be drawn.
         batch_size: of `sample`, in steps.
-        alpha: draw by priority, as `TensorDictPrioritizedReplayBuffer`, with this α; None: uniformly.
-        beta: β of the weights of such draws.
+        alpha: α, to draw by priority as `TensorDictPrioritizedReplayBuffer` does; None: uniformly.
+        beta: β of the weights of draws by priority.
         eps: ε of the priorities (|δ| + ε)^α.
-        priority_key: of the TD errors in a batch.
-        slice_len: draw slices of so many successive steps, as `SliceSampler`; None: single transitions.
-        strict_length: False: a trajectory shorter than a slice gives one of its length; True: none.
-        traj_key: the entry at the root that numbers trajectories, a key or a tuple of them, as for `SliceSampler`;
-            None: ("collector", "traj_ids"), where it is there.
-        n_steps: the most steps of a transition. With more than one ("next", "reward") is their return, and
-            "steps_to_next_obs" how many they are.
+        priority_key: the key of the TD errors δ in a batch.
+        slice_len: draw slices of so many successive steps, as `SliceSampler` does; None: single transitions.
+        strict_length: whether a trajectory shorter than a slice is left out; False: it gives a slice of its own length.
+        traj_key: the key at the root that numbers trajectories, or a tuple of keys, as for `SliceSampler`; None:
+            ("collector", "traj_ids"), if it is there.
+        n_steps: the most steps k of a transition. With more than one, ("next", "reward") is the return over these
+            steps, and "steps_to_next_obs" is k.
         gamma: γ of the returns.
-        transform: of batches, and inverted of what is stored.
-        prefetch: batches that are drawn ahead.
-        pin_memory: of batches.
+        transform: is applied to batches, and its inverse to steps before they are stored.
+        prefetch: how many batches are drawn ahead.
+        pin_memory: whether batches are in pinned memory.
         device: where batches go.
         max_timesteps: longer episodes are stored in parts; no transition of one step is lost where they are cut.
         options: others of `memmap_buffer.ReplayBuffer`, such as `durability`; `spare_slots` (128) is twice the number
             of trajectories that may go on side by side.
 
     Raises:
-        SchemaError: one of `alpha` and `beta` without the other, or `slice_len` with `n_steps`.
+        SchemaError: `alpha` or `beta` is given without the other, or `slice_len` with several `n_steps`.
         SchemaMismatchError: the folder has another capacity.
     """
 
@@ -141,14 +141,14 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
         """Store steps in the order of time.
 
         Args:
-            tensordicts: of batch size (N,) or (B, T), as collectors give them; "index" is set in it.
-            update_priority: whether to take the TD errors that are in it as priorities; default: yes.
+            tensordicts: of batch size (N,) or (B, T), as collectors give them; its key "index" is set.
+            update_priority: False: its TD errors do not become priorities; None or True: they do, if there are any.
 
         Returns:
-            (N, 2) or (B, T, 2) int64: the episode and timestep of each, as "index" in batches.
+            (N, 2) or (B, T, 2) int64: the episode's serial and the timestep of each step, as "index" in batches.
 
         Raises:
-            SchemaError: an entry is no tensor, or is not as before.
+            SchemaError: a value is no tensor, or does not fit the steps that were stored before.
         """
         data = self._transform.inv(tensordicts) if len(self._transform) else tensordicts
         with self._replay_lock:
@@ -159,35 +159,35 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
         return tensordicts.get("index")
 
     def end_episodes(self) -> None:
-        """End the episodes that are open, so that their newest steps can be drawn; the next ones begin others."""
+        """End the open episodes, so that their newest steps can be drawn; the next steps begin other episodes."""
         with self._replay_lock:
             self.memory.end_episodes()
 
     def update_priority(self, index: Any, priority: Any) -> None:
-        """Give steps the priorities of their TD errors, where these are drawn by priority.
+        """Set the priorities of steps from their TD errors; does nothing if steps are drawn uniformly.
 
         Args:
             index: (..., 2), as "index" of a batch.
-            priority: (...) or (..., 1).
+            priority: (...) or (..., 1), the TD errors δ.
         """
         if self._priorities is not None:
             with self._replay_lock:
                 self._storage.update(np.asarray(index).reshape(-1, 2), np.asarray(priority).reshape(-1))
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """`update_priority` from a batch with "index" and the TD errors below `priority_key`."""
+        """`update_priority` by a batch that has "index", and the TD errors under `priority_key`."""
         if self._priorities is not None:
             self.update_priority(data.get("index").cpu(), data.get(self.priority_key).detach().cpu())
 
     def close(self) -> None:
-        """Wait until all is on the disk, and let go of the folder."""
+        """Wait until every step is on the disk, and close the folder."""
         with self._replay_lock:
             self.memory.close()
 
     # Reading
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """A batch, and "index" and "priority_weight", which theirs puts into it."""
+        """(a batch; "index" and "priority_weight", which torchrl's `sample` adds to it)."""
         with self._replay_lock:
             data, info = self._storage.draw(batch_size)
         data = data.pin_memory() if self._pin_memory else data
@@ -212,19 +212,19 @@ class _Draws:
         return {**options, "return_indices": True}
 
     def of_slices(self, schema: Schema, length: int) -> dict[str, Any]:
-        """Every field at the steps of a slice, and those that have a final entry at the one that follows, too."""
+        """Every field at the steps of a slice; fields with a final entry also at the step after it."""
         steps = {name: range(length + field.final) for name, field in schema.fields.items()}
         return {"view": Offsets(steps, boundary="drop" if self.strict else "shift"), "return_indices": True}
 
 
 class _Trajectories(TrainerMemory):
-    """The writing half: batches of torchrl become episodes, which are told apart by what they say of trajectories.
+    """The writing half: batches of torchrl become episodes, one or more for each trajectory.
 
     Args:
         folder: see `DiskReplayBuffer`.
-        capacity: likewise.
-        traj_key: likewise.
-        cuts_runs: whether several steps of a trajectory are drawn, so that something must tell where it ends.
+        capacity: see `DiskReplayBuffer`.
+        traj_key: see `DiskReplayBuffer`.
+        cuts_runs: whether several steps of a trajectory are drawn at once, so that a batch must say where it ends.
         options: of `TrainerMemory`.
     """
 
@@ -241,7 +241,7 @@ class _Trajectories(TrainerMemory):
             self.open(there.schema)
 
     def write(self, data: TensorDictBase) -> Array:
-        """Store a batch, and tell the episode and timestep of each step."""
+        """Store a batch. Returns (*batch size, 2) int64, the serial and timestep of each step."""
         if data.ndim not in (1, 2):
             raise SchemaError(f"extend: got a batch of shape {tuple(data.batch_size)}, expected (N,) or (B, T)")
         if 0 in data.batch_size:
@@ -252,7 +252,7 @@ class _Trajectories(TrainerMemory):
         return index.reshape(*data.batch_size, 2)
 
     def _write_row(self, row: int, data: TensorDictBase) -> Array:
-        """Store one row of a batch, in which trajectories stand behind each other."""
+        """Store one row of a batch, in which trajectories follow one another. Returns (N, 2) serials and timesteps."""
         arrays = flatten(self.names.ours(_as_dict(data)))
         fields, after = columns_of_steps(arrays)
         ids = self._ids(arrays)
@@ -275,7 +275,7 @@ class _Trajectories(TrainerMemory):
         return index
 
     def _ids(self, arrays: Mapping[str, Array]) -> Array | None:
-        """The number of each step's trajectory, if there is one. Raises SchemaError where nothing tells its end."""
+        """The number of each step's trajectory, or None. Raises SchemaError if nothing says where a trajectory ends."""
         name = self.names.named(self._traj_key or TRAJECTORY)
         if name in arrays:
             return arrays[name]
@@ -291,7 +291,11 @@ class _Trajectories(TrainerMemory):
         return None
 
     def _write_run(self, key: Any, fields: dict[str, Array], after: dict[str, Array], *, ended: bool) -> Array:
-        """Store successive steps of one trajectory, which go on where it stood; the episode and timestep of each."""
+        """Store successive steps of the trajectory `key`, in its open episode if they go on from it.
+
+        Returns:
+            (N, 2) int64, the serial and timestep of each step.
+        """
         disk = self.disk
         episode, following = self._open.pop(key, (None, {}))
         if episode is not None and not all(equal_rows(following, {name: fields[name][:1] for name in following})):
@@ -306,7 +310,7 @@ class _Trajectories(TrainerMemory):
             first = episode.length
             try:
                 episode.extend(**{name: rows[start:stop] for name, rows in fields.items()})
-            finally:  # after an error, too, what is stored goes on with what followed it
+            finally:  # after an error, too: the stored steps keep the observations that follow them
                 stop = start + episode.length - first
                 if stop > start:
                     following = {name: rows[stop - 1 : stop].copy() for name, rows in after.items()}
@@ -337,7 +341,7 @@ class _Trajectories(TrainerMemory):
 
 
 class _Folder(Storage):  # type: ignore[misc]
-    """The reading half, as torchrl's storages are: items become batches of torchrl."""
+    """The reading half, a storage of torchrl: items of the buffer become batches of torchrl."""
 
     def __init__(self, memory: _Trajectories, capacity: int, draws: _Draws) -> None:
         super().__init__(capacity)
@@ -347,10 +351,10 @@ class _Folder(Storage):  # type: ignore[misc]
         return len(self.memory)
 
     def update(self, index: Array, errors: Array) -> None:
-        """Give steps the priorities of their errors."""
+        """Set the priorities of steps from their TD errors."""
         how = self.draws.prioritized
         assert how is not None
-        if not self._drawn:  # a draw tells the tree α and ε
+        if not self._drawn:  # only a draw gives α and ε to the tree of priorities
             self.memory.disk.sample(1, timestep_level=True, prioritized=how)
             self._drawn = True
         self.memory.disk.update_priorities(index, errors, name=how.name)
@@ -358,7 +362,7 @@ class _Folder(Storage):  # type: ignore[misc]
     # Reading
 
     def draw(self, size: int) -> tuple[TensorDict, dict[str, Any]]:
-        """A batch of so many steps, and what torchrl tells of it."""
+        """(a batch of `size` steps; its index and weights)."""
         how, length, disk = self.draws, self.draws.slice_len, self.memory.disk
         options = {"device": how.device, "prioritized": how.prioritized or False}
         if length is not None:
@@ -380,7 +384,7 @@ class _Folder(Storage):  # type: ignore[misc]
         return data[0] if is_single else data
 
     def _transitions(self, batch: dict[str, Any]) -> tuple[TensorDict, dict[str, Any]]:
-        """A batch of `of_transitions` as torchrl has it."""
+        """A batch of `of_transitions` in torchrl's form."""
         info, lens = _info(batch), batch["n_step_lens"]
         for key in ("_indices", "_weights", "_probabilities", "_discount", "n_step_lens"):
             batch.pop(key, None)
@@ -394,7 +398,7 @@ class _Folder(Storage):  # type: ignore[misc]
         return data, info
 
     def _slices(self, batch: Mapping[str, Any], length: int) -> tuple[TensorDict, dict[str, Any]]:
-        """A batch of `of_slices` as torchrl has it: (steps,), slices behind each other."""
+        """A batch of `of_slices` in torchrl's form: (steps,), one slice after another."""
         schema, batch = self.memory.disk.schema, flatten(batch)
         exists = batch[f"_mask_{next(iter(schema.fields))}"][:, :length]
         for name in schema.final_names:
@@ -450,7 +454,7 @@ class _Folder(Storage):  # type: ignore[misc]
 
 
 def _collated(batch: TensorDict) -> TensorDict:
-    """A batch as it is."""
+    """The batch itself: `_Folder` has made it whole."""
     return batch
 
 
@@ -470,7 +474,7 @@ def _as_dict(data: TensorDictBase) -> dict[str, Any]:
 
 
 def _any(flags: Array) -> BoolArray:
-    """(N,) of (N, ...)"""
+    """(N,) whether any of the flags (N, …) is true."""
     return np.asarray(flags.any(axis=tuple(range(1, flags.ndim))))
 
 

@@ -1,6 +1,6 @@
-"""Films: images written as .mp4 by PyAV, as .gif and contact sheets by Pillow; frames read by their times by PyAV.
+"""Films: PyAV writes .mp4 files and reads frames by their times; Pillow writes .gif files and contact sheets.
 
-All of it needs the extra `video`.
+Both need the extra `video`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from memmap_buffer import CorruptBufferError, SchemaError
 from memmap_buffer.adapters import AnyPath, Array, extra, frames_of, path_of, progress
 
-FAR = 2.0  # seconds, from which on a jump is cheaper than to decode all frames before
+FAR = 2.0  # seconds ahead, from which on a jump costs less than decoding all frames up to there
 
 
 def write_video(path: AnyPath, frames: Array, fps: int = 30) -> Path:
@@ -44,7 +44,7 @@ def write_video(path: AnyPath, frames: Array, fps: int = 30) -> Path:
 
 
 def sheet_of(frames: Array, rows: int, columns: int) -> Array:
-    """Images spread evenly over a film, in rows from left to right.
+    """A picture of images spread evenly over a film, in rows from left to right.
 
     Args:
         frames: as for `frames_of`, at least one.
@@ -80,16 +80,16 @@ def write_mp4(place: Path, frames: Array, fps: int) -> None:
 
 
 class FilmWriter:
-    """A film that frames are added to.
+    """A film file to which frames are added.
 
     Attributes:
-        size: bytes that the encoder gave so far.
+        size: how many bytes the encoder has given so far.
 
     Args:
         place: of the file.
         shape: height and width of the frames.
         fps: frames a second.
-        codec: of PyAV.
+        codec: PyAV's name of the codec.
         options: of the codec.
 
     Raises:
@@ -158,14 +158,14 @@ def film_info(place: Path) -> dict[str, Any]:
 
 
 class FilmReader:
-    """A film whose frames are read by their times: forwards without a jump, backwards from the key frame before.
+    """A film whose frames are read by their times. Going back, or far ahead, jumps to the key frame before the time.
 
     Args:
         place: of the file.
         size: the height and width that its frames must have.
 
     Raises:
-        CorruptBufferError: it is no film of that size.
+        CorruptBufferError: the file is no film of that size.
         ImportError: the extra `video` is not installed.
     """
 
@@ -191,11 +191,11 @@ class FilmReader:
         self._here: Any = next(self._frames, None)
 
     def read(self, times: Array, tolerance: float) -> Array:
-        """The frames nearest to some times.
+        """The frames nearest to the given times.
 
         Args:
             times: (T,) in seconds.
-            tolerance: how far a frame may be from its time.
+            tolerance: how far a frame may be from its time, in seconds.
 
         Returns:
             (T, H, W, 3) uint8, RGB.
@@ -230,7 +230,7 @@ class FilmReader:
         return nearest
 
     def _jump(self, time: float) -> None:
-        """Go to the key frame at a time or before it."""
+        """Go on from the last key frame at or before a time."""
         try:
             self._film.seek(max(0, int(time / self._stream.time_base)), stream=self._stream)
         except self._error as error:
