@@ -1,1 +1,1 @@
-"""The command `memmap-buffer`: `command` is its entry point, `app` lists the commands, the others are a group each."""
+"""The command `memmap-buffer`: `command` is the entry point, `app` lists the commands, others hold a group of them."""

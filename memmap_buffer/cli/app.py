@@ -1,4 +1,4 @@
-"""The list of all commands, each with an example, and the way of their errors to the user."""
+"""The list of all commands, each with an example, and the printing of their errors for the user."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code, see `command.main`."""
+    """Run the command with the extra `cli`. Returns the exit code, see `command.main`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = minimal.OK if words else minimal.FAILED
     try:
         make_app()(args=words or ["--help"], prog_name="memmap-buffer")
-    except SystemExit as done:  # how typer always ends
+    except SystemExit as done:  # typer always ends by it
         return int(done.code or code)
     return code
 
 
 def make_app() -> typer.Typer:
-    """All commands, as typer has them."""
+    """The typer application with all commands."""
     app = typer.Typer(pretty_exceptions_enable=False)
     app.callback()(_options)
     for name, (function, example) in EXAMPLES.items():
@@ -65,7 +65,7 @@ def make_app() -> typer.Typer:
 
 
 def _refuse_urls(arguments: Mapping[str, Any]) -> None:
-    """A path that is none: `Path` has made "s3:/" of "s3://"."""
+    """Raise Problem if a path is a URL, of which `Path` has made "s3:/…", and no such file exists."""
     paths = [path for value in arguments.values() for path in (value if isinstance(value, list) else [value])]
     for path in paths:
         if isinstance(path, Path) and re.match(r"[A-Za-z][A-Za-z0-9+.:-]+:/", str(path)) and not path.exists():
@@ -90,7 +90,7 @@ def _options(
 
 
 def _with_errors_printed(function: Callable[..., None]) -> Callable[..., None]:
-    """A command that prints errors and interruptions as one line on stderr."""
+    """`function` as a command that prints errors and interruptions as one line on stderr."""
     flags = {name: f"--{name.replace('_', '-')} " for name in inspect.signature(function).parameters}
 
     @functools.wraps(function)

@@ -55,7 +55,7 @@ def browse(
 
 
 def _open(address: str) -> None:
-    """Open a browser, where there is one with windows; one of the terminal would be in the way."""
+    """Open the page in a browser with windows, if there is one; a browser in the terminal would cover our output."""
     try:
         browser = webbrowser.get()
     except webbrowser.Error:

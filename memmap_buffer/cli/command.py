@@ -1,4 +1,4 @@
-"""The entry point of `memmap-buffer`: all commands with the extra `cli`, without it the four of `minimal`."""
+"""The entry point of `memmap-buffer`: all commands with the extra `cli`; without it the four of `minimal`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from memmap_buffer.cli import minimal
 NEEDED = ("typer", "rich")
 IN_ASCII = dict(
     zip("▁▂▃▄▅▆▇█…–×→≤≥αγ", "._-=+*%#~-x><>ag", strict=True)
-)  # each as wide as it was: tables are made before
+)  # each as wide as the original, because tables are laid out before
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: without the program's name; None for those of this process.
+        arguments: the words behind the program's name; None: those of this process.
 
     Returns:
         0: all is well, 1: a problem was found, 2: the command failed, or was misspelt, 130: interrupted.
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _replace_what_the_terminal_lacks() -> None:
-    """Print ASCII for characters that the terminal's encoding lacks, which would end the command by an error."""
+    """Let the output print ASCII for characters that its encoding lacks, instead of ending the command by an error."""
     codecs.register_error("memmap_buffer.cli", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

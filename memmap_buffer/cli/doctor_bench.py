@@ -30,9 +30,9 @@ from memmap_buffer.cli.remote import StorageOptions, parsed
 from memmap_buffer.cli.terminal import Json, Place, bytes_of, end, say_json, show_table
 
 BATCH = 256
-BURST = 0.02  # seconds: short enough that some bursts meet no other work
+BURST = 0.02  # seconds: so short that other programs do not disturb some of the bursts
 COPY = 32 << 20
-SLOW_SAMPLE = 1.0  # seconds, of a random batch: more than a step of training
+SLOW_SAMPLE = 1.0  # seconds for a random batch: longer than a step of training takes
 LEVELS: dict[str, dict[str, Any]] = {
     "timesteps": {"timestep_level": True},
     "5-step transitions": {"n_steps": 5},
@@ -50,7 +50,7 @@ class Remark:
     Attributes:
         what: the thing that was checked.
         found: the result, as a sentence.
-        advice: what to do, "" where nothing need be done.
+        advice: what to do; "": nothing need be done.
         bad: whether a promise of the library does not hold here.
     """
 
@@ -63,12 +63,12 @@ class Remark:
 def doctor(place: Place, seconds: Seconds = 2.0, as_json: Json = False, options: StorageOptions = None) -> None:
     """Look whether this machine and this folder fit each other: memory, disk, file system, speed; with advice.
 
-    Of a URL: how fast its store gives what was published there, from a few requests, and what reading it will cost.
+    For a URL: how fast its store gives the published data, from a few requests, and what reading it will cost.
 
-    Where the data is not in memory, or larger than it, the speed from the disk is measured as well, in a quarter of
-    the time more: of a few thousand random timesteps, which are dropped from the system's cache before.
+    If the data is not in memory, or is larger than memory, the speed of the disk is measured as well, which takes a
+    quarter of the time more: a few thousand random timesteps are dropped from the system's cache and read again.
 
-    Ends with 1 where something that the library promises cannot hold.
+    Ends with 1 if a promise of the library cannot hold here.
     """
     remarks = list(_of_url(place, seconds, options)) if "://" in place else _of_folder(Path(place), seconds)
     if as_json:
@@ -83,7 +83,7 @@ def _of_folder(folder: Path, seconds: float) -> list[Remark]:
     with opened(folder) as buffer:
         on_disk, available = disk_use(folder)[0], available_memory()
         larger = available is not None and on_disk > available
-        # first, as `_speed` reads the rows into memory
+        # before `_speed`, which reads the rows into memory
         disk_speed = measure_disk_speed(buffer.folder, seconds / 4, larger=larger)
         remarks = [*_disk(buffer), _memory(on_disk, available), _speed(buffer, seconds)]
         return remarks + ([_speed_from_disk(disk_speed)] if disk_speed else [])
@@ -124,9 +124,9 @@ def _duration(seconds: float) -> str:
 
 
 def bench(folder: Place, seconds: Seconds = 8.0, as_json: Json = False) -> None:
-    """Measure how fast this folder gives batches of each kind, and the memory's own speed for as many bytes.
+    """Measure how fast this folder gives batches of each kind, and how fast memory copies as many bytes.
 
-    The kinds take turns in short bursts, and the fastest fifth of each one's bursts is what counts.
+    The kinds take turns in short bursts; the mean of the fastest fifth of a kind's bursts counts.
     """
     with opened(folder) as buffer:
         kinds = {name: _sampler(buffer, options) for name, options in LEVELS.items()}
@@ -212,7 +212,7 @@ def _sampler(buffer: ReplayBuffer, options: dict[str, Any]) -> Callable[[], Any]
 
 
 def _size_of(draw: Callable[[], Any]) -> tuple[int, int] | None:
-    """(items, bytes) of a batch; None where there is nothing to draw from."""
+    """(items, bytes) of a batch; None if there is nothing to draw."""
     try:
         leaves = list(flatten(draw()).values())
     except NotEnoughDataError:
@@ -221,7 +221,7 @@ def _size_of(draw: Callable[[], Any]) -> tuple[int, int] | None:
 
 
 def _bursts(contenders: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Seconds that a call of each takes: the mean of the fastest fifth of its bursts."""
+    """Name -> seconds that a call takes: the mean of the fastest fifth of its bursts."""
     bursts: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in progress(_rounds(seconds), "measuring"):
         for name, call in contenders.items():
@@ -230,7 +230,7 @@ def _bursts(contenders: dict[str, Callable[[], Any]], seconds: float) -> dict[st
 
 
 def _rounds(seconds: float) -> Iterator[None]:
-    """A round at least, and others until the time is over."""
+    """A first round, and others until the time is over."""
     end_time = time.perf_counter() + seconds
     yield
     while time.perf_counter() < end_time:

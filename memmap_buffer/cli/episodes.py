@@ -1,4 +1,4 @@
-"""Episodes as the commands name and list them: by serial, as a table of columns that can be filtered and sorted."""
+"""Episodes for the commands: named by serial, and listed as a table of columns that can be filtered and sorted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def table_of(buffer: ReplayBuffer, reward: str = "reward") -> dict[str, Array]:
     for names in progress(_pending(table), "reading"):
         data = table.read(names)
         if data is None:
-            table.follow()  # the ring moved on
+            table.follow()  # the ring has retired one of these episodes
         else:
             table.add(names, data)
     return table.columns
@@ -39,10 +39,10 @@ def marked_table_of(buffer: ReplayBuffer, reward: str = "reward") -> dict[str, A
 
 
 def serials_of(buffer: ReplayBuffer, names: Sequence[str]) -> list[int]:
-    """The serials that names stand for: a serial, a range of them such as 3-7, "first" or "last".
+    """The serials of the episodes that `names` name: each a serial, a range such as 3-7, "first" or "last".
 
     Raises:
-        Problem: there is no such episode.
+        Problem: a name is none of these, or there is no such episode.
     """
     there, serials = buffer.serials, []
     for name in names:
@@ -64,7 +64,7 @@ def serials_of(buffer: ReplayBuffer, names: Sequence[str]) -> list[int]:
 
 
 def serial_of(buffer: ReplayBuffer, name: str) -> int:
-    """The serial of one episode; of a range its first."""
+    """The serial of the episode that `name` names; of a range the first."""
     return serials_of(buffer, [name])[0]
 
 
@@ -72,13 +72,13 @@ def read_episode(buffer: ReplayBuffer, serial: int) -> dict[str, Any]:
     """The episode of a serial, as `ReplayBuffer.episode` gives it, by dotted names.
 
     Raises:
-        Problem: it is not there any more.
+        Problem: the episode is not visible any more.
     """
     for _ in range(TRIES):
         position = int(np.searchsorted(buffer.serials, serial))
         if _shows(buffer, position, serial):
             data = buffer.episode(position)
-            if _shows(buffer, position, serial):  # serials only grow, so it was the same while it was read
+            if _shows(buffer, position, serial):  # serials only grow, so this position had this serial all the time
                 return buffer.schema.flatten(data)
         elif serial not in buffer.serials:
             break

@@ -1,6 +1,6 @@
-"""Folders that are read, and new files and folders.
+"""Opening the folders that commands read, and making new files and folders.
 
-What is new appears when it is whole: it is made under a temporary name in the same folder, and renamed.
+A new file or folder appears when it is whole: it is made under a temporary name in the same folder, and renamed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from memmap_buffer.cli.terminal import Problem
 
 
 def opened(place: Path | str, *, verify: Verify = "auto") -> ReplayBuffer:
-    """A folder, or what was published to a URL, opened to be read, and closed by `with`.
+    """The buffer of a folder, or of the URL of a published folder, opened for reading; `with` closes it.
 
     Raises:
-        Problem: the URL is that of a root; of a root here NotABufferError, which `minimal.explained` explains.
+        Problem: the URL is that of a root.
+        NotABufferError: there is no buffer in the folder; for a root `minimal.explained` adds what to do.
     """
     if is_url(place) and (names := _published_at(str(place))):
         raise Problem(f"this is the URL of a root of {len(names)} folders: name one behind it: {', '.join(names)}")
@@ -29,7 +30,7 @@ def opened(place: Path | str, *, verify: Verify = "auto") -> ReplayBuffer:
 
 
 def folders_at(place: str) -> list[str]:
-    """The paths, or URLs, of the folders of a root; [] for a folder itself."""
+    """The paths, or URLs, of the folders in a root; [] if `place` is a single folder."""
     if not is_url(place):
         return list(map(str, shards_of(Path(place))))
     root, mark, query = place.partition("?")
@@ -37,7 +38,7 @@ def folders_at(place: str) -> list[str]:
 
 
 def name_of(place: str) -> str:
-    """The last name of a path or URL."""
+    """The last part of a path or URL."""
     return place.partition("?")[0].rstrip("/").rpartition("/")[2] if is_url(place) else Path(place).resolve().name
 
 
@@ -46,7 +47,7 @@ def _published_at(url: str) -> list[str]:
 
 
 def disk_use(folder: Path) -> tuple[int, int]:
-    """(bytes that the files of a folder take on disk, their bytes with holes)."""
+    """(bytes that the files of a folder take on the disk, their sizes, which include holes)."""
     statuses = [path.lstat() for path in list(folder.rglob("*")) if not path.is_symlink() and path.is_file()]
     return sum(status.st_blocks * 512 for status in statuses), sum(status.st_size for status in statuses)
 
@@ -72,7 +73,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_file(out: Path, yes: bool) -> Iterator[Path]:
-    """A file, or a folder, to write in the block; it is moved to `out` at the end. Asks before it replaces a file.
+    """A path for the block to write a file or folder at; it is moved to `out` at the end. Asks before replacing a file.
 
     Raises:
         Problem: the user did not agree, or `out` is a folder.
@@ -108,7 +109,7 @@ def _temporary(target: Path) -> Path:
 
 @contextmanager
 def _errors_naming(target: Path, *places: Path) -> Iterator[None]:
-    """Errors of the block name `target` instead of the temporary places."""
+    """A block whose errors name `target` instead of the temporary places."""
     try:
         yield
     except BrokenPipeError:

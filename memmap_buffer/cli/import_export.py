@@ -1,4 +1,4 @@
-"""`import` and `export`: data sets of other systems, by the modules of `interop`, each loaded when it is named."""
+"""`import` and `export`: data sets of other systems, by modules of `interop`, each loaded when its format is named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Format:
 
     Attributes:
         what: the help text.
-        named: whether data sets have names, not paths, so that an export is not moved to its place when it is whole.
+        named: whether data sets have names, not paths; an export is then made at its place, not moved there when whole.
     """
 
     what: str
@@ -63,9 +63,10 @@ def import_(
     option: Options = None,
     if_exists: Annotated[IfExists, typer.Option("--if-exists", help=IF_EXISTS)] = "error",
 ) -> None:
-    """Copy a data set of another system into a new folder; it is there when it is whole.
+    """Copy a data set of another system into a new folder, which appears when it is whole.
 
-    Options are those of memmap_buffer.interop and of ReplayBuffer, as in --option max_episodes=1000.
+    Options are those of the format's function in memmap_buffer.interop and of ReplayBuffer, as in --option
+    max_episodes=1000.
     """
     function = function_of("import", form)
     options = options_of(function, option or (), OF_BUFFERS)
@@ -87,7 +88,7 @@ def export(
 ) -> None:
     """Copy a folder into a new data set of another system.
 
-    Options are those of memmap_buffer.interop, as in --option fps=30.
+    Options are those of the format's function in memmap_buffer.interop, as in --option fps=30.
     """
     function = function_of("export", form)
     options = options_of(function, option or ())
@@ -101,11 +102,11 @@ def export(
 
 
 def function_of(verb: str, form: str) -> Any:
-    """`import_<form>` or `export_<form>` of the format's module of `interop`.
+    """The function `import_<form>` or `export_<form>` of the format's module in `interop`.
 
     Raises:
-        Problem: there is no such format, or not in this direction.
-        ImportError: its extra is not installed.
+        Problem: there is no such format, or it has no function in this direction.
+        ImportError: the extra of the format is not installed.
     """
     if form not in FORMATS:
         raise Problem(f"{verb} {form!r}: there is no such format; there are {', '.join(FORMATS)}")
@@ -117,15 +118,16 @@ def function_of(verb: str, form: str) -> Any:
 
 
 def options_of(function: Any, texts: Sequence[str], more: Sequence[str] = ()) -> dict[str, Any]:
-    """Arguments by name, from NAME=VALUE with the value as JSON or text.
+    """Name -> value of the options, from texts NAME=VALUE with the value as JSON or text.
 
     Args:
-        function: of interop.
-        texts: each NAME=VALUE.
-        more: names that the function hands on to `ReplayBuffer`; without them it may take any further name itself.
+        function: the function of `interop` that takes the options.
+        texts: NAME=VALUE each.
+        more: names of options of `ReplayBuffer`, which the function hands on; (): a function with **options takes any
+            name.
 
     Raises:
-        Problem: the function has no such argument.
+        Problem: the function has no such argument, or the text is not NAME=VALUE.
     """
     options, parameters = {}, inspect.signature(function).parameters.values()
     names = _names_of(function, more)
@@ -149,7 +151,7 @@ def _names_of(function: Any, more: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _errors_as_options(function: Any, more: Sequence[str] = ()) -> Iterator[None]:
-    """Errors of the block name the function's arguments as options of the command."""
+    """A block whose errors name the function's arguments as options of the command."""
     try:
         yield
     except MemmapBufferError as error:

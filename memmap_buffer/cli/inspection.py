@@ -35,7 +35,7 @@ from memmap_buffer.cli.terminal import (
 
 BARS = "▁▂▃▄▅▆▇█"
 BINS = 24
-MANY = 4  # entries of an array that are shown
+MANY = 4  # so many entries of an array are shown
 ENTRIES = 16  # `stats` has a row for each entry of a field that has no more
 
 
@@ -48,7 +48,7 @@ def info(
 ) -> None:
     """Say what is in a folder: its fields, its sizes, how many episodes and steps, lengths and returns.
 
-    Of a URL: how many shards, episodes, steps and bytes, from one small object, and what was fetched to be read here.
+    For a URL: how many shards, episodes, steps and bytes it has, from one small object, and how much of it is here.
     """
     if "://" in place:
         info_of_url(place, options, cache, as_json)
@@ -160,7 +160,7 @@ def _info_of_root(root: Path, shards: list[Path], as_json: bool, reward: str) ->
 
 
 def _table_of_all(folder: str, reward: str) -> dict[str, Array]:
-    """The episodes of a folder, or of each folder of a root: then with a column `folder`."""
+    """The table of the episodes of a folder; of a root that of all its folders, with a column `folder`."""
     shards, tables = folders_at(folder), []
     for each in shards or [folder]:
         with opened(each) as buffer:
@@ -173,7 +173,7 @@ def _table_of_all(folder: str, reward: str) -> dict[str, Array]:
 
 
 def _statistics_rows(name: str, statistics: FieldStatistics) -> Iterator[dict[str, Any]]:
-    """A row for each entry of a field; of a large one its extremes and mean over all entries."""
+    """A row for each entry of a field; for a field of more than `ENTRIES` one row with extremes and mean over all."""
     columns = {"mean": statistics.mean, "std": statistics.std, "min": statistics.min, "max": statistics.max}
     columns |= {f"{100 * q:g}%": values for q, values in statistics.quantiles.items()}
     if statistics.mean.size > ENTRIES:
@@ -247,7 +247,7 @@ def _field_columns(fields: dict[str, Any], unit: str) -> dict[str, list[Any]]:
 
 
 def _codec_of(facts: dict[str, Any]) -> str:
-    """How a field is compressed, and how many bytes of timesteps became one with their index."""
+    """The codec of a field with its options, and the factor by which it shrinks, as 1/factor, its index included."""
     if facts["codec"] is None:
         return ""
     spelled = " ".join(map(str, facts["codec"].values()))
@@ -263,13 +263,13 @@ def _summary(values: Array) -> dict[str, Any] | None:
 
 
 def _counts(values: Array) -> tuple[Array, Array]:
-    """How many values lie in each of at most `BINS` equal parts of their range; whole numbers share theirs equally."""
+    """(counts, edges) of a histogram of at most `BINS` equal parts; of whole numbers each part has equally many."""
     numbers = values.astype(np.float64)
     numbers = numbers[np.isfinite(numbers)]
     low, high = (numbers.min(), numbers.max()) if len(numbers) else (0.0, 0.0)
     with np.errstate(over="ignore"):
         extent = high - low
-    if not np.isfinite(extent):  # as wide as floats go
+    if not np.isfinite(extent):  # the range is wider than the largest float
         return np.array([len(numbers)]), np.array([low, high])
     width, count = extent / BINS or 1.0, BINS if extent else 1
     if (numbers == np.round(numbers)).all():
@@ -281,7 +281,7 @@ def _counts(values: Array) -> tuple[Array, Array]:
 
 
 def _histogram(name: str, values: Array) -> str:
-    """A line of bars, from the lowest to the highest value."""
+    """A histogram in one line: bars between the lowest and the highest value."""
     counts, _ = _counts(values)
     heights = np.ceil(counts / max(1, counts.max()) * len(BARS)).astype(int)
     bars = "".join(" " if height == 0 else BARS[height - 1] for height in heights)
@@ -292,7 +292,7 @@ def _histogram(name: str, values: Array) -> str:
 def _ranges(data: dict[str, Any]) -> dict[str, list[Any]]:
     """The columns of `show`, a row for each field."""
     arrays = {name: np.asarray(values) for name, values in data.items()}
-    lists = {name: np.concatenate([*a]) for name, a in arrays.items() if a.dtype == object}  # the members of all
+    lists = {name: np.concatenate([*a]) for name, a in arrays.items() if a.dtype == object}  # all members of all lists
     entries = {name: lists.get(name, a) for name, a in arrays.items()}
     numeric = {name: a for name, a in entries.items() if a.dtype.kind in "biuf" and a.size}
     shapes = {name: (len(a), None, *lists[name].shape[1:]) if name in lists else a.shape for name, a in arrays.items()}
@@ -309,7 +309,7 @@ def _ranges(data: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _short(value: Any) -> str:
-    """A value in one line: an array's first entries, of a large one with several axes its range."""
+    """A value in one line: the first entries of an array; for a large array of several axes its range."""
     array = np.asarray(value)
     if array.ndim == 0:
         return cell_of(array[()])
@@ -321,5 +321,5 @@ def _short(value: Any) -> str:
 
 
 def _entry(value: Any) -> str:
-    """A number among several in a line: three digits are enough."""
+    """An entry of an array as text: a float with three digits, as several stand in a line."""
     return f"{value:.3g}" if isinstance(value, np.floating) and abs(value) < 1000 else cell_of(value)

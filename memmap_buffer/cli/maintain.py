@@ -28,7 +28,7 @@ Parts = Annotated[list[str] | None, typer.Option("--part", help="A part and its 
 
 
 def verify(folder: FolderArgument) -> None:
-    """Check every file, record and checksum; reads only. Ends with 1 where something published is lost."""
+    """Check every file, record and checksum; reads only. Ends with 1 if something published is lost."""
     end(minimal.print_findings([*minimal.verify_all(folder), *minimal.unfinished(folder)]))
 
 
@@ -55,15 +55,15 @@ def merge(
     sources: Folders,
     max_episodes: Annotated[int | None, typer.Option(min=1, help="Room in the new folder; default: as needed.")] = None,
 ) -> None:
-    """Copy the episodes of several folders, or roots of such, of equal fields into one new folder to be written to.
+    """Copy the episodes of several folders or roots, which must have equal fields, into one new, writable folder.
 
-    Episodes are numbered anew, source by source. Damaged ones are left out and named, and the command ends with 1.
+    Episodes are numbered anew, source by source. Damaged episodes are left out and named, and the command ends with 1.
     """
     require_new(target)
     with ExitStack() as stack:
         folders = [folder for source in sources for folder in shards_of(source) or [source]]
         buffers = [stack.enter_context(opened(folder, verify="read")) for folder in folders]
-        joined = ConcatBuffer(buffers)  # refuses fields that differ, and names them
+        joined = ConcatBuffer(buffers)  # raises an error that names fields that differ
         marks = [buffer.marks() for buffer in buffers]
         planned = [(n, serial) for n, buffer in enumerate(buffers) for serial in buffer.serials.tolist()]
         if not planned:
@@ -138,7 +138,7 @@ def delete(
     if not episode and not conditions:
         raise Problem("delete: name the episodes, or choose them by --where or --mark")
     with ReplayBuffer.from_folder(folder) as buffer:
-        buffer.delete([])  # takes the lock: from here on nobody else changes which episodes there are
+        buffer.delete([])  # takes the lock: from here on no other process adds or removes episodes
         serials = serials_of(buffer, episode) if episode else buffer.serials.tolist()
         if conditions:
             serials = np.intersect1d(serials, matching(marked_table_of(buffer), conditions)["serial"]).tolist()

@@ -1,6 +1,6 @@
-"""The part of the command that needs neither typer nor rich, which a robot may lack.
+"""The part of the command that works without typer and rich, which a robot may lack.
 
-`verify`, `repair`, `pack` and `unpack`; exit codes, texts of errors, lines on the terminal.
+It has `verify`, `repair`, `pack` and `unpack`; and the exit codes, texts of errors and lines that all commands share.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one of the four commands.
 
     Args:
-        arguments: without the program's name; None for those of this process.
+        arguments: the words behind the program's name; None: those of this process.
 
     Returns:
-        0: nothing is lost, 1: something is, or was not repaired, 2: the command failed, or was misspelt,
+        0: nothing is lost, 1: something is lost, or was not repaired, 2: the command failed, or was misspelt,
         130: interrupted.
     """
     words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not word.startswith("-")]
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(EXTRA)
     try:
         values = vars(_parser().parse_args(arguments))
-    except SystemExit as done:  # argparse's way of saying that it has said it
+    except SystemExit as done:  # argparse has printed its help or error
         return int(done.code or OK)
     try:
         code: int = values.pop("run")(**values)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """The buffers in a root; [] for a folder that is a buffer itself, or holds none."""
+    """The folders of the buffers in a root; [] for a folder that is a buffer itself, or holds none."""
     if (folder / "schema.json").exists():
         return []
     buffers = sorted(path.parent for path in folder.glob("*/schema.json"))
@@ -74,7 +74,7 @@ def explained(error: Exception, flags: Mapping[str, str] | None = None) -> str:
     """The text of an error in the words of the command line.
 
     Args:
-        error: of the library.
+        error: an error of the library.
         flags: name of an argument -> its spelling on the command line, up to its value.
     """
     text, path = str(error), getattr(error, "path", None)
@@ -100,7 +100,7 @@ def verify_all(folder: Path) -> list[Finding]:
 
 
 def unfinished(root: Path) -> list[Finding]:
-    """The folders in a root that were to become buffers, as a kill leaves them. Who reads the root passes them over."""
+    """Findings for the folders in a root whose creation a kill may have ended. Readers of the root skip these."""
     what = "it is no buffer: its creation, or a copy to it, did not finish, unless that goes on now; else remove it"
     folders = sorted(path.parent for path in root.glob("[!.]*/.lock") if not (path.parent / "schema.json").exists())
     return [Finding(path.name, what, lost=False) for path in folders]
@@ -112,7 +112,7 @@ def version() -> str:
 
 
 def clean(text: str) -> str:
-    """Text without control characters: a stranger's folder has names and text fields, and a terminal obeys them."""
+    """Text without control characters: names and text of a stranger's folder must not control the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
@@ -122,7 +122,7 @@ def say(text: str = "") -> None:
 
 
 def agreed(question: str, yes: bool) -> bool:
-    """Whether the user agrees; an end of the input is a no: a script has nobody to ask."""
+    """Whether the user agrees, or `yes` says so. An end of the input means no, as in a script nobody can answer."""
     if yes:
         return True
     sys.stdout.write(f"{clean(question)} [y/N] ")
@@ -131,7 +131,7 @@ def agreed(question: str, yes: bool) -> bool:
 
 
 def complain(text: str, code: int = FAILED) -> int:
-    """Print why the command failed; returns the exit code."""
+    """Print on stderr why the command failed. Returns `code`."""
     sys.stderr.write(f"memmap-buffer: {clean(text)}\n")
     return code
 
@@ -140,7 +140,7 @@ def check_and_repair(folder: Path, yes: bool) -> int:
     """Check a folder, or each buffer of a root, and repair it if the user agrees.
 
     Returns:
-        0: all is well now, 1: it is not.
+        0: all is well now, 1: something is damaged still.
     """
     findings = verify_all(folder)
     print_findings([*findings, *unfinished(folder)])
@@ -160,7 +160,7 @@ def check_and_repair(folder: Path, yes: bool) -> int:
 
 
 def print_findings(findings: Sequence[Finding]) -> int:
-    """Print the findings of `verify`; returns 1 if something is lost, else 0."""
+    """Print the findings of `verify`. Returns 1 if something is lost, else 0."""
     for finding in findings:
         say(str(finding))
     if not findings:
@@ -169,21 +169,25 @@ def print_findings(findings: Sequence[Finding]) -> int:
 
 
 def print_copy(target: Path, serials: Sequence[int]) -> int:
-    """Print the size of a copy, and the serials that it lacks; returns 1 if there are any, else 0."""
+    """Print the size of a copy, and the serials of episodes that it lacks. Returns 1 if it lacks any, else 0."""
     with ReplayBuffer.from_folder(target, read_only=True, verify="never") as made:
         say(f"{target}: {made.num_episodes} episodes, {made.num_steps} steps")
     return print_left_out(serials)
 
 
 def print_left_out(serials: Sequence[int]) -> int:
-    """Print the serials that a copy lacks; returns 1 if there are any, else 0."""
+    """Print the serials of episodes that a copy lacks. Returns 1 if it lacks any, else 0."""
     for serial in serials:
         say(f"episode {serial} is damaged, or was overwritten meanwhile, and is left out")
     return FOUND if serials else OK
 
 
 def codecs_of(options: Sequence[str] | None) -> dict[str, Zstd | Jpeg | str | None] | None:
-    """Field -> its codec, of words such as frame=zstd, frame=zstd:19, camera=jpeg:90 or depth=none."""
+    """Field -> its codec, from words such as frame=zstd, frame=zstd:19, camera=jpeg:90 or depth=none; None: no words.
+
+    Raises:
+        SchemaError: a word cannot be read.
+    """
     codecs: dict[str, Zstd | Jpeg | str | None] = {}
     for text in options or ():
         field, _, spelled = text.partition("=")

@@ -23,12 +23,12 @@ from memmap_buffer.cli.terminal import Episode, Episodes, Fields, Place, Problem
 from memmap_buffer.interop.video import grid_of, pillow_images, write_gif, write_mp4
 
 SHEET = 16  # frames of a contact sheet
-TILE, LABEL = 96, 14  # pixels of it: the least width of a frame, the height of the number below it
+TILE, LABEL = 96, 14  # pixels in a contact sheet: the least width of a frame, the height of the number below it
 BINS = 30  # bars of a histogram
 SMOOTH = 20  # episodes over which returns are averaged
-NEWEST = 10  # episodes that are shown, if none are named
+NEWEST = 10  # so many of the newest episodes are shown if none are named
 LOOPBACK = "127.0.0.1"
-SIGNALS = 64  # entries a step that are drawn as lines
+SIGNALS = 64  # the most entries a step of a field that is drawn as lines
 
 Out = Annotated[Path, typer.Option("--out", help="The file to write.")]
 OneEpisode = Annotated[str | None, typer.Option("--episode", help="Its fields over time, not all episodes.")]
@@ -94,7 +94,7 @@ def view(
 ) -> None:
     """Show episodes in Rerun: every image field and every signal on one timeline; the newest 10 if none is named."""
     with extra("rerun"):
-        import rerun  # noqa: F401 - asked for first, before anything is written
+        import rerun  # noqa: F401 - an ImportError must come before anything is written
     if save is not None and web:
         raise Problem("--save and --web exclude each other; open a saved file by: rerun FILE")
     with opened(folder) as buffer:
@@ -135,7 +135,7 @@ def _panels_of_all(buffer: ReplayBuffer, reward: str) -> tuple[str, list[Callabl
 
     def lengths(axes: Any) -> None:
         low, high = table["length"].min(), table["length"].max()
-        width = -(-(high - low + 1) // BINS)  # whole numbers, each bar over as many of them
+        width = -(-(high - low + 1) // BINS)  # lengths are whole numbers: each bar has equally many
         axes.hist(table["length"], bins=np.arange(low, high + width + 1, width) - 0.5, color="tab:blue")
         axes.set(xlabel="length (timesteps)", ylabel="episodes")
 
@@ -181,13 +181,13 @@ def _panels_of_one(
 
 
 def _write_sheet(place: Path, frames: Array, fps: int) -> None:
-    """Frames spread over the episode, in rows from left to right, each above the number of its timestep."""
+    """Write frames spread over the episode, in rows from left to right, each above the number of its timestep."""
     chosen = np.linspace(0, len(frames) - 1, min(SHEET, len(frames))).round().astype(int)
     scale = -(-TILE // frames.shape[2])
     tiles = np.pad(frames[chosen].repeat(scale, 1).repeat(scale, 2), ((0, 0), (0, LABEL), (0, 0), (0, 0)))
     columns = int(np.ceil(np.sqrt(len(chosen))))
     sheet = pillow_images(grid_of(tiles, columns)[None])[0]
-    from PIL import ImageDraw  # it is there: `pillow_images` says so where it is not
+    from PIL import ImageDraw  # is installed, or `pillow_images` had raised ImportError
 
     pen, (height, width) = ImageDraw.Draw(sheet), tiles.shape[1:3]
     for i, t in enumerate(chosen):
@@ -199,14 +199,15 @@ def _write_sheet(place: Path, frames: Array, fps: int) -> None:
 
 
 def record(buffer: ReplayBuffer, serials: list[int], fields: tuple[str, ...], place: Path) -> None:
-    """Write episodes to a .rrd file, one after the other on the timeline "step".
+    """Write episodes to a .rrd file, one after another on the timeline "step".
 
-    There is no second timeline that begins anew with each episode: Rerun would open it, and show all rows at once.
+    There is no second timeline that begins anew with each episode: Rerun would open that one, and show the rows of all
+    episodes at once.
 
     Args:
-        buffer: the source.
+        buffer: the buffer that has the episodes.
         serials: of the episodes.
-        fields: fields and meta fields.
+        fields: the fields and meta fields to write.
         place: the file.
     """
     with extra("rerun"):
@@ -263,13 +264,13 @@ def _open_viewer(place: Path, web: bool, port: int) -> None:
         data = f"rerun%2Bhttp%3A%2F%2F{LOOPBACK}%3A{port + 1}%2Fproxy"
         say(f"open http://{LOOPBACK}:{port}/?url={data} in a browser; end with Ctrl+C")
         sys.stdout.flush()
-    for number in (signal.SIGINT, signal.SIGTERM):  # no signal leaves the viewer behind, nor is one ignored, as by `&`
+    for number in (signal.SIGINT, signal.SIGTERM):  # even if `&` has set it to be ignored: the viewer must end with us
         signal.signal(number, signal.default_int_handler)
     viewer = subprocess.Popen(command)
     try:
         code = viewer.wait()
     except KeyboardInterrupt:
-        viewer.send_signal(signal.SIGINT)  # it waits for a program of its own, which this signal alone ends
+        viewer.send_signal(signal.SIGINT)  # the viewer runs another program, which only this signal ends
         viewer.wait()
         return
     if code:

@@ -1,4 +1,4 @@
-"""The commands about what stands at a URL: `publish`, `pull`, `ls`, and `info` of one."""
+"""The commands about folders that are published at a URL: `publish`, `pull`, `ls`, and `info` of a URL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CacheFolder = Annotated[
 
 
 def publish(folder: FolderArgument, url: Url, options: StorageOptions = None) -> None:
-    """Copy a folder, or each of a root, to a store, packed; again: only what is new. Others read it by the URL."""
+    """Copy a folder, or each of a root, packed to a store; others read it by the URL. Again: only what is new."""
     code = OK
     for source in shards_of(folder) or [folder]:
         left_out = memmap_buffer.publish(source, url, storage_options=parsed(options))
@@ -39,7 +39,7 @@ def pull(
     target: Annotated[Path, typer.Argument(help="A folder; after an interruption the same.", show_default=False)],
     options: StorageOptions = None,
 ) -> None:
-    """Copy what was published at a URL to a folder, checked by digests. After an interruption: only what is missing."""
+    """Copy the data published at a URL to a folder, checked by digests. After an interruption: only what is missing."""
     memmap_buffer.pull(url, target, storage_options=parsed(options))
     say(f"{target}: it is all there")
 
@@ -60,7 +60,7 @@ def ls(url: Url, as_json: Json = False, options: StorageOptions = None) -> None:
 
 
 def info_of_url(url: str, options: str | None, cache: Path | None, as_json: bool) -> None:
-    """Say how much stands at a URL, and how much of it was fetched into a cache."""
+    """Say how much is published at a URL, and how much of it was fetched into a cache."""
     shards = memmap_buffer.shards_at(url, storage_options=parsed(options))
     rows = _rows(url, shards)
     facts: dict[str, Any] = {"shards": len(rows)}
@@ -88,11 +88,11 @@ def _rows(url: str, shards: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def parsed(options: str | None) -> dict[str, Any]:
-    """The storage options of a command line. Raises Problem."""
+    """The storage options in a text of JSON; {} for None. Raises Problem if it is no object of JSON."""
     try:
         storage_options = json.loads(options or "{}")
     except ValueError as error:
-        raise Problem(f"--storage-options: expected an object of JSON: {error}") from error  # it may have secrets
+        raise Problem(f"--storage-options: expected an object of JSON: {error}") from error  # options may have secrets
     if not isinstance(storage_options, dict):
         raise Problem("--storage-options: expected an object of JSON, as in '{\"anon\": true}'")
     return storage_options

@@ -1,4 +1,4 @@
-"""The user of the commands: the arguments that several share, and JSON and tables on the terminal."""
+"""Input and output of the commands: the arguments that several share, and JSON and tables on the terminal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rich.text import Text
 from memmap_buffer import MemmapBufferError
 from memmap_buffer.cli.minimal import clean, say
 
-WIDE = 100_000  # columns of a pipe, where lines are not wrapped
-NAME, TEXT = 24, 36  # columns of a name and of a text, where a table is wider than the terminal
-GAP = 2  # columns between two of a table
+WIDE = 100_000  # characters a line in a pipe, where lines are not wrapped
+NAME, TEXT = 24, 36  # the most characters of a name and of a text in a table that is wider than the terminal
+GAP = 2  # characters between two columns of a table
 
 FolderArgument = Annotated[Path, typer.Argument(help="A folder of episodes.", show_default=False)]
 Place = Annotated[
@@ -33,7 +33,7 @@ Episode = Annotated[str, typer.Argument(help="The episode's number, or first or 
 
 
 def separate(names: list[str] | None) -> list[str] | None:
-    """Names, of which several may be given as one with commas between."""
+    """The names in a list of words, of which each may hold several with commas between."""
     return names and [part for name in names for part in name.split(",")]
 
 
@@ -52,11 +52,11 @@ Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 
 class Problem(MemmapBufferError):
-    """A command that cannot be carried out; the user sees its text as one line."""
+    """A command cannot be carried out; the user sees the text as one line."""
 
 
 def say_json(value: Any) -> None:
-    """Print a value as JSON that every reader takes: arrays as lists, NaN and infinities as null."""
+    """Print a value as JSON that every parser accepts: arrays as lists, NaN and infinities as null."""
     in_ascii = (sys.stdout.encoding or "").lower() not in ("utf-8", "utf8")
     say(json.dumps(_jsonable(value), indent=2, ensure_ascii=in_ascii))
 
@@ -64,8 +64,8 @@ def say_json(value: Any) -> None:
 def show_table(title: str, columns: Mapping[str, Sequence[Any]]) -> None:
     """Print a table of columns of equal length; numbers are aligned to the right.
 
-    In a table that is wider than the terminal names are folded and long texts cut; if it still is, it is printed as
-    several below each other, each with the first column.
+    If the table is wider than the terminal, names are folded and long texts cut. If it is still wider, it is printed as
+    several tables one below the other, each with the first column.
     """
     width = None if sys.stdout.isatty() else WIDE
     console = Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
@@ -89,13 +89,13 @@ def show_table(title: str, columns: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _widths(cells: Mapping[str, Sequence[str]]) -> list[int]:
-    """Of each column, with the space behind it."""
+    """The width of each column in characters, with the gap behind it."""
     lines = ([line for cell in (name, *column) for line in cell.split("\n")] for name, column in cells.items())
     return [max(map(cell_len, column)) + GAP for column in lines]
 
 
 def _narrowed(cells: Mapping[str, Sequence[str]], width: int) -> dict[str, list[str]]:
-    """Names over several lines, which are those above and in the first column; other texts cut at their end."""
+    """The cells with names, those of the heads and the first column, folded into lines, and long texts cut."""
     most = max(TEXT, width // 3)
     cut = [[f"{cell[: most - 1]}…" if len(cell) > most else cell for cell in column] for column in cells.values()]
     cut[0] = [_folded(cell) for cell in next(iter(cells.values()))]
@@ -103,7 +103,7 @@ def _narrowed(cells: Mapping[str, Sequence[str]], width: int) -> dict[str, list[
 
 
 def _folded(name: str) -> str:
-    """A name over several lines: a group's fields below it, and a longer one broken between its words."""
+    """A name folded into several lines: a line for each part of a dotted name; a long part is broken between words."""
     lines = [""]
     for group in re.split(r"(?<=\.)(?=\D)", name):
         for part in [group] if len(group) < NAME else re.split(r"(?<=[_ ])", group):
@@ -114,7 +114,7 @@ def _folded(name: str) -> str:
 
 
 def _that_fit(cells: Mapping[str, Sequence[str]], width: int) -> Iterator[list[int]]:
-    """The positions of the columns of each table, none wider than `width` if possible."""
+    """For each table to print, the positions of its columns: the first one, and as many others as fit into `width`."""
     wide = _widths(cells)
     shown, used = [0], wide[0]
     for i in range(1, len(wide)):
@@ -138,7 +138,7 @@ def cell_of(value: Any) -> str:
 
 
 def number_of(value: float) -> str:
-    """A float for people: four digits that count, or all before the point; `--json` has every one."""
+    """A float for people: four significant digits, or six from 1000 on; `--json` has all."""
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.6g}"
 
 
@@ -152,7 +152,7 @@ def bytes_of(count: float) -> str:
 
 
 def end(code: int) -> None:
-    """End the command with an exit code; 0 goes on."""
+    """End the command with an exit code; does nothing for 0."""
     if code:
         raise typer.Exit(code)
 
