@@ -14,7 +14,7 @@ if TYPE_CHECKING or sys.version_info >= (3, 12):
 else:
 
     class cached_property:  # has the name of functools.cached_property, which it replaces
-        """A method whose value is kept in the object. Two threads that compute it at once get the first value kept."""
+        """A method whose value is kept in the object. Threads that compute it at once all get the value kept first."""
 
         def __init__(self, make: Any) -> None:
             self.func, self.__doc__ = make, make.__doc__

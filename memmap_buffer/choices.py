@@ -49,7 +49,16 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
 
 
 def check_choice(name: str, value: object, choice: Any) -> None:
-    """Raise SchemaError, which calls the value `name`, unless `value` is one of `choice`, a type of this module."""
+    """Check the value of an option.
+
+    Args:
+        name: the option, as the error calls it.
+        value: any value.
+        choice: a type of this module.
+
+    Raises:
+        SchemaError: the value is not one of the choice.
+    """
     if value not in get_args(choice):
         expected = ", ".join(map(repr, get_args(choice)))
         raise SchemaError(f"{name}: got {value!r}, expected one of {expected}")

@@ -33,7 +33,7 @@ _local = threading.local()  # the compressors and decompressors of each thread: 
 class Zstd:
     """Zstandard: lossless, for numbers of any dtype.
 
-    Pictures of few colours shrink to a tenth … a fortieth of their size. Needs the extra `zstd`.
+    Pictures of few colours shrink to between a tenth and a fortieth of their size. Needs the extra `zstd`.
 
     Args:
         level: 1 … 19. A higher level takes longer to encode, but not to decode.
@@ -145,7 +145,7 @@ class Zstd:
 
 @dataclass(frozen=True)
 class Jpeg:
-    """JPEG: lossy, for pictures of cameras, which shrink to a fifth … a tenth of their size.
+    """JPEG: lossy, for pictures of cameras, which shrink to between a fifth and a tenth of their size.
 
     Fields are uint8 of shape (height, width, 3), (height, width, 1) or (height, width). Needs the extra `jpeg`.
 
@@ -242,7 +242,7 @@ def _require_one_pass(blob: bytes | memoryview) -> None:
     at = 2
     while at + 4 <= len(blob) and blob[at] == 0xFF:
         marker = blob[at + 1]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # these begin a frame, the three not
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # all but these three begin a frame
             if marker == 0xC0:
                 return
             break

@@ -67,7 +67,7 @@ class StorageSpec(NamedTuple):
 def can_sample(buffer: ReplayBuffer | ConcatBuffer, *, min_steps: int = 1, min_episodes: int = 1) -> bool:
     """Whether at least so many timesteps and episodes are visible, or the buffer is full.
 
-    A buffer that can be sampled may have no item of a view all the same; the error of `sample` then says why.
+    A buffer for which this is True may have no item for `sample` all the same; the error of `sample` then says why.
 
     Args:
         buffer: the buffer to sample from.
@@ -157,12 +157,18 @@ def add_count(buffer: ReplayBuffer) -> int:
     """How many timesteps `add` and `extend` of this object stored, including timesteps that are overwritten by now.
 
     ReAgent also counts blank timesteps between episodes; a buffer here has none.
+
+    Args:
+        buffer: the buffer.
     """
     return buffer.num_added
 
 
 def cursor(buffer: ReplayBuffer) -> int:
     """`add_count` modulo the capacity: the position, from 0, where ReAgent would store the next timestep.
+
+    Args:
+        buffer: the buffer.
 
     Raises:
         SchemaError: the buffer has no `capacity`.
@@ -173,17 +179,29 @@ def cursor(buffer: ReplayBuffer) -> int:
 
 
 def episode_count(buffer: ReplayBuffer | ConcatBuffer) -> int:
-    """How many episodes any process ever published, including episodes that are not visible any more."""
+    """How many episodes any process ever published, including episodes that are not visible any more.
+
+    Args:
+        buffer: the buffer.
+    """
     return buffer.num_published
 
 
 def is_empty(buffer: ReplayBuffer | ConcatBuffer) -> bool:
-    """Whether no timestep is visible."""
+    """Whether no timestep is visible.
+
+    Args:
+        buffer: the buffer.
+    """
     return buffer.num_steps == 0
 
 
 def is_full(buffer: ReplayBuffer) -> bool:
-    """Whether the next timestep (with a `capacity`) or the next episode overwrites the oldest one, or does not fit."""
+    """Whether the next timestep (with a `capacity`) or the next episode overwrites the oldest one, or does not fit.
+
+    Args:
+        buffer: the buffer.
+    """
     if buffer.capacity is not None and buffer.num_steps >= buffer.capacity:
         return True
     trimmed = buffer.num_steps > buffer.episode_lens.sum()  # the oldest is trimmed: `episode_lens` lacks it
@@ -235,7 +253,11 @@ def set_valid(buffer: ReplayBuffer, indices: Any, flag: Any = False) -> int:
 
 
 def step_spec(buffer: ReplayBuffer) -> dict[str, StepSpec]:
-    """The fields that `store`, `store_episode` and `add` take, by dotted name."""
+    """Dotted name -> the values that `store`, `store_episode` and `add` take for this field.
+
+    Args:
+        buffer: the buffer.
+    """
     schema = buffer.schema
     return {
         name: StepSpec(field.shape, field.dtype, not meta and field.default is None, field.final, meta)
@@ -245,6 +267,10 @@ def step_spec(buffer: ReplayBuffer) -> dict[str, StepSpec]:
 
 
 def storage_spec(buffer: ReplayBuffer) -> dict[str, StorageSpec]:
-    """The file of each field, by the names of `ReplayBuffer.files`."""
+    """Name, as in `ReplayBuffer.files`, -> the array of a field in the folder.
+
+    Args:
+        buffer: the buffer.
+    """
     folder = buffer.folder
     return {name: StorageSpec(folder / a.name, a.shape, a.dtype, a.size) for name, a in buffer.files.items()}

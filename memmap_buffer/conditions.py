@@ -52,7 +52,16 @@ def matching(table: dict[str, Array], conditions: Iterable[str]) -> dict[str, Ar
 
 
 def column_of(table: dict[str, Array], name: str, where: str) -> Array:
-    """The column `name`. Raises SchemaError, which calls the option `where` and lists the columns, if there is none."""
+    """The column of a name.
+
+    Args:
+        table: name -> (n,).
+        name: of the column.
+        where: the option that has the name, for the error.
+
+    Raises:
+        SchemaError: there is no such column; the text lists the columns.
+    """
     if name not in table:
         raise SchemaError(f"{where}: there is no column {name!r}; there are {', '.join(table)}")
     return table[name]

@@ -87,9 +87,10 @@ def storage_dtype(name: str) -> np.dtype[Any]:
 
 
 def to_numpy(value: Any) -> Array:
-    """A tensor on any device, an array, a list or a scalar as an array, which may share its memory.
+    """A value as an array, which may share the value's memory.
 
-    Tensors of bfloat16 become float32.
+    Args:
+        value: a tensor on any device, an array, a list or a scalar. Tensors of bfloat16 become float32.
 
     Raises:
         SchemaError: a ragged list, a string that ends in NUL, or a tensor that numpy cannot hold.
@@ -192,7 +193,12 @@ def of_mask(array: Array) -> str:
 
 
 def decode(array: Array, name: str) -> Array:
-    """Stored values of the dtype `name` as numpy can compute with them: bfloat16 as float32, others unchanged."""
+    """Stored values as numpy can compute with them: bfloat16 as float32, all others unchanged.
+
+    Args:
+        array: as stored; bfloat16 as its bits, uint16.
+        name: the canonical dtype name.
+    """
     if name != "bfloat16":
         return array
     return (array.astype(np.uint32, subok=False) << np.uint32(16)).view(np.float32)
@@ -210,7 +216,7 @@ def _without_tensors(value: Any, torch: Any) -> Any:
 
 
 def _cast_list(value: Any, array: Array, name: str) -> Array:
-    """`_cast` of a list that numpy made float64; integers above 2**53, which that may round, are cast one by one."""
+    """`_cast` of a list that numpy made float64; with integers above 2**53, which float64 may round, item by item."""
     items = np.array(value, dtype=object).ravel()
     if not any(isinstance(item, int) and abs(item) > 2**53 for item in items):
         return _cast(array, name)

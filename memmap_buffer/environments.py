@@ -87,14 +87,22 @@ def decode_space(space: Space[Any], tree: Any, leaf: Callable[[Any], Any]) -> An
 
 
 def names_of(observation_space: Space[Any], action_space: Space[Any]) -> Names:
-    """The `Names` of the spaces' keys: which keys `schema_of` changes, and into which names."""
+    """The `Names` of the spaces' keys: which keys `schema_of` changes, and into which names.
+
+    Args:
+        observation_space: of one environment.
+        action_space: of one environment.
+    """
     names = Names()
     names.ours({"observation": _members(observation_space), "action": _members(action_space)})
     return names
 
 
 def spaces_of(env: Any) -> tuple[Space[Any], Space[Any]]:
-    """The observation space and the action space of one environment; of a vector environment those of one member.
+    """(observation space, action space) of one environment, or of one member of a vector environment.
+
+    Args:
+        env: a Gymnasium environment, or a vector environment.
 
     Raises:
         SchemaError: `env` is no Gymnasium environment.
@@ -127,7 +135,11 @@ def max_steps_of(env: Any) -> int | None:
 
 
 def resets_by_a_step(env: Any) -> bool:
-    """Whether the step after the end of an episode resets, and ignores its action: Gymnasium's `NEXT_STEP`."""
+    """Whether the step after the end of an episode resets, and ignores its action: Gymnasium's `NEXT_STEP`.
+
+    Args:
+        env: a Gymnasium environment, or a vector environment.
+    """
     if isinstance(env, VectorEnv):
         return env.metadata.get("autoreset_mode") is AutoresetMode.NEXT_STEP
     while isinstance(env, Wrapper):
@@ -148,7 +160,13 @@ def _is_text(space: spaces.Tuple[Any]) -> bool:
 
 
 def image_codec(dtype: Any, shape: tuple[int, ...], codec: Any) -> Any:
-    """`codec` if a field of this dtype and shape is an image, uint8 with two axes or more; else None."""
+    """The codec of a field: `codec` if the field is an image, uint8 with two axes or more; else None.
+
+    Args:
+        dtype: of the field.
+        shape: of the field.
+        codec: as for `Field`.
+    """
     return codec if dtype == np.uint8 and len(shape) > 1 else None
 
 

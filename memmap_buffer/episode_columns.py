@@ -87,7 +87,15 @@ class EpisodeColumns:
         return self.names[np.flatnonzero(~self._summed)[::-1][:size]]
 
     def read(self, names: Array) -> dict[str, Array] | None:
-        """The rewards and end fields of the episodes `names`; None if one of these is no longer visible."""
+        """Read the rewards and end fields of episodes.
+
+        Args:
+            names: of the episodes, (n, 1) or (n, 2), as `pending` gives them.
+
+        Returns:
+            Field -> (n, longest episode, *field), with their lengths `_lens` (n,); None if an episode is not visible
+            any more.
+        """
         wanted = [*([self.reward] if self.reward else []), *self.ends.values()]
         try:
             return flatten(self.buffer.batch(names, fields=wanted, include_metadata=False, format="numpy"))
@@ -95,9 +103,14 @@ class EpisodeColumns:
             return None
 
     def add(self, names: Array, data: dict[str, Array]) -> bool:
-        """Add the returns and ends of episodes from `data`, which `read` gave.
+        """Add returns and ends. Episodes that are not in the table, or have another length there, are left out.
 
-        Episodes that are not in the table, or have another length there, are left out. Returns whether any was added.
+        Args:
+            names: of the episodes.
+            data: as `read` gives it.
+
+        Returns:
+            Whether any was added.
         """
         place, same = places_of(names, self.names)
         same[same] = self.columns["length"][place[same]] == data["_lens"][same]

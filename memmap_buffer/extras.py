@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """A block that imports the packages of the extra `name`.
+    """A block that imports the packages of an extra.
+
+    Args:
+        name: of the extra.
 
     Raises:
         ImportError: one of them cannot be imported; the text has the command that installs it.

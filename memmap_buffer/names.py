@@ -49,20 +49,33 @@ class Names:
         }
 
     def named(self, path: Iterable[Any]) -> str:
-        """The dotted name of the field or group that lies under these keys, the outermost key first."""
+        """The dotted name of a field or group.
+
+        Args:
+            path: the keys under which it lies, the outermost first.
+        """
         name = ""
         for key in path:
             name = _join(name, self._name(name, [key])[key])
         return name
 
     def path(self, name: str) -> list[Any]:
-        """The keys under which the field or group `name` lies, the outermost first: the reverse of `named`."""
+        """The keys under which a field or group lies, the outermost first: the reverse of `named`.
+
+        Args:
+            name: of the field or group.
+        """
         parts = name.split(".")
         groups = (".".join(parts[: end + 1]) for end in range(len(parts)))
         return [self._fixed.get(g, self.changed.get(g, part)) for g, part in zip(groups, parts, strict=True)]
 
     def key(self, name: str, separator: str = ".") -> str:
-        """The keys of `path` as one text, with `separator` between them."""
+        """The keys under which a field or group lies, as one text.
+
+        Args:
+            name: of the field or group.
+            separator: stands between the keys.
+        """
         return separator.join(map(str, self.path(name)))
 
     def _name(self, group: str, keys: Iterable[Any]) -> dict[Any, str]:
@@ -78,7 +91,7 @@ class Names:
 def parts_of(keys: Iterable[Any], taken: Iterable[str] = ()) -> dict[Any, str]:
     """Key -> part of a field's name, for the keys of one group.
 
-    No two parts are equal, even without regard to case. A key that is an identifier stays as it is, if it can.
+    No two parts are equal, even without regard to case. A key that is an identifier stays the same, unless it is taken.
 
     Args:
         keys: of one group.

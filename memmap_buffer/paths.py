@@ -16,7 +16,11 @@ _RELATIVE = re.compile(r"(?:^|::)((?:file|local)://)(?![/~])")
 
 
 def is_url(place: object) -> bool:
-    """Whether `place` is the text of a URL: of an object store, or of another machine."""
+    """Whether a place is a URL: of an object store, or of another machine.
+
+    Args:
+        place: a text; anything else is no URL.
+    """
     return isinstance(place, str) and _URL.match(place) is not None
 
 
@@ -43,7 +47,10 @@ def _require_slashes(place: str) -> None:
 
 
 def path_of(place: AnyPath) -> Path:
-    """`place` as a Path, in which `~` and `~user` are home folders; "./~" is a name like any other.
+    """A path in which `~` and `~user` are replaced by home folders.
+
+    Args:
+        place: as a user writes it; "./~" is a name like any other.
 
     Raises:
         SchemaError: there is no such user, or the place is a URL, perhaps one that lost a slash.

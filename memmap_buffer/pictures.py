@@ -20,7 +20,11 @@ LEGEND = 10  # lines that a legend can tell from each other
 
 
 def is_image(field: Field) -> bool:
-    """Whether a field looks like an image: (H, W), (H, W, channels) or (channels, H, W), of bytes, bools or floats."""
+    """Whether a field looks like an image of 8 x 8 pixels or more.
+
+    Args:
+        field: an image has the shape (H, W), (H, W, C) or (C, H, W) with C of 1, 3 or 4, of uint8, bools or floats.
+    """
     if field.is_list:
         return False
     shape = field.shape
@@ -58,7 +62,14 @@ def frames_of(values: Array, name: str) -> Array:
 
 
 def lines_of(values: Any) -> Array | None:
-    """Values (T, …) of a field as (T, lines) float64; None if they are no numbers, or over `MAX_LINES` a timestep."""
+    """Values of a field as lines over time.
+
+    Args:
+        values: (T, …).
+
+    Returns:
+        (T, lines) float64; None if the values are no numbers, or more than `MAX_LINES` a timestep.
+    """
     array = np.asarray(values)
     if array.dtype.kind not in "biuf" or np.prod(array.shape[1:]) > MAX_LINES:
         return None
@@ -66,7 +77,13 @@ def lines_of(values: Any) -> Array | None:
 
 
 def draw_lines(axes: Any, name: str, values: Array) -> None:
-    """Draw the columns of `values` (T, lines) over the timesteps, with a legend if there are 2 to `LEGEND` lines."""
+    """Draw lines over the timesteps, with a legend if there are 2 to `LEGEND` of them.
+
+    Args:
+        axes: of matplotlib.
+        name: the title.
+        values: (T, lines).
+    """
     lines = axes.plot(values, linewidth=1)
     axes.set_title(name, loc="left", fontsize="medium")  # beside the axis a long name would run into the next panel
     axes.margins(x=0.01)

@@ -9,7 +9,13 @@ Item = TypeVar("Item")
 
 
 def progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
-    """The items; going through them shows a bar on stderr if that is a terminal and tqdm is installed."""
+    """The items; going through them shows a bar on stderr if that is a terminal and tqdm is installed.
+
+    Args:
+        items: any items.
+        description: the text before the bar.
+        total: how many items there are; None: as many as `len(items)` says, if it does.
+    """
     try:
         from tqdm import tqdm
     except ImportError:

@@ -25,7 +25,7 @@ DEFAULT_BLOB = 2**32 - 1  # stored in place of a blob's length: the row is the f
 MAX_BLOB = DEFAULT_BLOB - 1
 MEMBERS = 1024  # of a list, on average over the timesteps of an episode: its file has room for so many
 ENDS = ("terminated", "truncated")
-LENGTHS = "_lens_"  # and the key of padded lists behind it: the key of their lengths
+LENGTHS = "_lens_"  # before the key of padded lists: the key of their lengths
 DECLARED = ""  # in place of the name of a field that ends episodes: the field that the schema declares
 RESERVED = frozenset({"episode_lens", "n_step_lens", "keep_partial"})
 DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))})
@@ -91,7 +91,14 @@ class Field:
 
     @classmethod
     def parse(cls, spec: Any) -> Field:
-        """A field from a `Field`, a dtype, or a tuple (dtype, shape[, default]). Raises SchemaError for others."""
+        """A field from any spelling of it.
+
+        Args:
+            spec: a `Field`, a dtype, or a tuple (dtype, shape[, default]).
+
+        Raises:
+            SchemaError: the spelling is not understood, or the field cannot be stored.
+        """
         if isinstance(spec, Field):
             return spec
         if hint := _of_space(spec):
@@ -169,9 +176,17 @@ class Field:
         return Field("uint64", (2,), [0, DEFAULT_BLOB] if self.default is not None else None, self.final)
 
     def encode(self, value: Any, lead: int = 0) -> Array:
-        """`value` as stored, shape (*lead dimensions, *cell). Raises SchemaError on a wrong shape or a lossy cast.
+        """A value as it is stored. A single list, `lead` 0, becomes an array (n, …), always a copy.
 
-        A single list, `lead` 0, becomes an array (n, …), always a copy.
+        Args:
+            value: a tensor, array, list or scalar.
+            lead: how many dimensions stand before those of an entry: 0 for one step, 1 for an episode or a batch.
+
+        Returns:
+            (*lead dimensions, *cell) of the dtype `storage`.
+
+        Raises:
+            SchemaError: a wrong shape, or a lossy cast.
         """
         if self.is_list:
             return self._encode_lists(value, lead)
@@ -204,8 +219,8 @@ class Schema:
     Args:
         fields: name -> any spelling of a field, or a nested dict of them.
         meta_fields: the same, one value an episode.
-        terminated: the field that is true where an episode ended and nothing follows; None: none is.
-        truncated: the field that is true where an episode was cut short, as by a time limit; None: none is.
+        terminated: the field that is true where an episode ended and nothing follows; None: there is none.
+        truncated: the field that is true where an episode was cut short, as by a time limit; None: there is none.
             Both are fields of one number or bool a timestep. A default name has no effect if no such field has it.
 
     Raises:
@@ -300,7 +315,12 @@ class Schema:
         return field.shape in ((), (1,)) and field.storage.kind in "biuf" and not field.is_coded
 
     def ending_by(self, terminated: str | None, truncated: str | None) -> Schema:
-        """A schema of the same fields whose episodes these fields end; a default name keeps the end declared here."""
+        """A schema of the same fields, in which other fields end episodes.
+
+        Args:
+            terminated: the field, or None; "terminated", the default name, keeps the field that is declared here.
+            truncated: the field, or None; "truncated" keeps the field that is declared here.
+        """
         ends = {key: end for key, end in zip(ENDS, (terminated, truncated), strict=True) if end != key}
         return Schema(self.fields, self.meta_fields, **{**self.declared_ends, **ends}) if ends else self
 
@@ -347,7 +367,11 @@ class Schema:
         return tuple(name for name, field in self.fields.items() if field.is_list)
 
     def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Nested values under dotted names. Padded lists that come with their lengths lose their padding."""
+        """Values under the dotted names of their fields. Padded lists that come with their lengths lose their padding.
+
+        Args:
+            values: nested dicts of values; a tuple stands for `item0`, `item1`, …
+        """
         fields = self.all
         if values.keys() <= fields.keys():
             return dict(values)
@@ -360,7 +384,18 @@ class Schema:
     def encode_all(
         self, fields: Mapping[str, Field], given: Mapping[str, Any], lead: int, where: str = "", hint: str = ""
     ) -> dict[str, Array]:
-        """The values of `fields` that `given` has, as stored, in the order of `fields`; see `encode`."""
+        """Values of several fields as stored, in the order of `fields`.
+
+        Args:
+            fields: name -> field.
+            given: name -> value; fields without a value are left out.
+            lead: how many dimensions stand before those of an entry.
+            where: the place of the values, for errors.
+            hint: the end of errors.
+
+        Raises:
+            SchemaError: a wrong shape, or a lossy cast; the text names the field.
+        """
         columns = {}
         try:
             for name, field in fields.items():
@@ -373,11 +408,20 @@ class Schema:
         return columns
 
     def encode(self, name: str, value: Any, lead: int, where: str = "", hint: str = "") -> Array:
-        """The values of a field as stored, (*lead dimensions, *field). Raises SchemaError that names the field."""
+        """The values of a field as stored, (*lead dimensions, *field); arguments and errors as of `encode_all`."""
         return self.encode_all({name: self.all[name]}, {name: value}, lead, where, hint)[name]
 
     def require(self, names: Iterable[str], where: str, among: Collection[str] | None = None) -> tuple[str, ...]:
-        """`names` with groups expanded to their fields. Raises SchemaError, naming the closest, for an unknown one."""
+        """The names of fields, with groups expanded to their fields.
+
+        Args:
+            names: of fields or groups.
+            where: the option that has the names, for errors.
+            among: the names that are allowed; None: all fields and meta fields.
+
+        Raises:
+            SchemaError: a name is unknown; the text proposes the closest one.
+        """
         choices = self.all if among is None else among
         if type(names) is tuple and len({*names}) == len(names) and all([name in choices for name in names]):
             return names
@@ -390,13 +434,29 @@ class Schema:
         return tuple(dict.fromkeys(fields))
 
     def require_fields(self, names: Iterable[str], where: str, among: Collection[str]) -> None:
-        """Raise SchemaError, with the closest name of `among`, unless all `names` are among these."""
+        """Check names of fields, without groups.
+
+        Args:
+            names: of fields.
+            where: the option that has the names, for errors.
+            among: the names that are allowed.
+
+        Raises:
+            SchemaError: a name is not allowed; the text proposes the closest one.
+        """
         for name in names:
             if name not in among:
                 raise self.unknown(name, where, among)
 
     def unknown(self, name: object, where: str, known: Iterable[str] | None = None, other: str = "") -> SchemaError:
-        """The error for a name that is not among `known`; `other`: the option that takes fields of the other kind."""
+        """The error for a name of no field, or of a field that is not allowed in its place.
+
+        Args:
+            name: the name.
+            where: the option that has the name.
+            known: the names that are allowed; None: all fields and meta fields.
+            other: the option that takes fields of the other kind; "": there is none.
+        """
         names = list(self.all if known is None else known)
         listed = ", ".join(names) or "none"
         what = f"which was not declared here; {did_you_mean(name, names) or f'declared are {listed}'}"
@@ -413,7 +473,7 @@ class Schema:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts of a dict that has dotted names."""
+    """Nested dicts from a flat dict of dotted names, the reverse of `flatten`."""
     if not any("." in name for name in flat):
         return dict(flat)
     out: dict[str, Any] = {}
@@ -427,7 +487,12 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A flat dict of dotted names from nested dicts, such as a batch or the groups of an HDF5 file."""
+    """A flat dict of dotted names from nested dicts.
+
+    Args:
+        tree: nested dicts, such as a batch or the groups of an HDF5 file.
+        prefix: stands before all names; it ends in a dot.
+    """
     out: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{prefix}{name}"

@@ -92,7 +92,12 @@ class EpisodeList:
             self._look()
 
     def rows(self, where: Iterable[str] = (), sort: str | None = None, reverse: bool = False) -> dict[str, Array]:
-        """The columns, filtered and sorted; newest first without `sort`.
+        """The columns, filtered and sorted.
+
+        Args:
+            where: conditions that all rows fulfil, see `matching`.
+            sort: the column to sort by; None: the newest episodes come first.
+            reverse: whether the highest value comes first; without effect if `sort` is None.
 
         Raises:
             SchemaError: a condition cannot be read, or there is no such column.

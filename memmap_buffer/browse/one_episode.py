@@ -64,7 +64,7 @@ class EpisodeReader:
             total: whether to give the running sum instead of the values.
 
         Returns:
-            `x`: steps, and `lines`: a list of values for each entry of the field, None where there is no number.
+            `x`: steps; `lines`: for each entry of the field a list of values, None for NaN and infinities.
         """
         self._require(name, "curve")
         data = self._whole(episode, fields=[name])
@@ -133,7 +133,7 @@ class EpisodeReader:
 
 
 def recorded_rate(buffer: ReplayBuffer | ConcatBuffer) -> float | None:
-    """The steps a second of an imported LeRobot data set, as it states them; None if it does not, or there is none."""
+    """The steps a second that an imported LeRobot data set states; None if there is no such data set or number."""
     for folder in getattr(buffer, "folders", None) or [buffer.folder]:  # type: ignore[union-attr]
         with suppress(OSError, ValueError, KeyError, TypeError):
             rate = float(json.loads((folder / "extra" / "lerobot.json").read_bytes())["fps"])

@@ -1,9 +1,9 @@
 """The server of the browser's page: its answers, who may ask for them, and how it is started.
 
 The address holds a random token, which every request must have as the first part of its path. `Host` must be the
-server's own, and so `Origin`, where there is one: neither a page of another site nor a name that was bound to this
-machine afterwards (DNS rebinding) reads or changes anything. No part of a path is the name of a file: the files of the
-page are loaded at the start, and names of episodes and fields are looked up.
+server's own, and so must `Origin`, if a request has it: so neither a page of another site nor a name that was bound to
+this machine afterwards (DNS rebinding) reads or changes anything. No part of a path is used as the name of a file: the
+files of the page are loaded at the start, and names of episodes and fields are looked up.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from memmap_buffer.adapters import Array, to_numpy
 IntArray: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 VIEW_OPTIONS = ("view", "n_steps", "timestep_level", "window_length")
-LENGTHS = "_lens_"  # and the key of padded lists behind it: the key of their lengths in a batch
+LENGTHS = "_lens_"  # before the key of padded lists in a batch: the key of their lengths
 POSITION = ("_source", "_serial", "_t")
 
 

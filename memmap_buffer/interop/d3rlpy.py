@@ -218,7 +218,14 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class _Located:
-    """The places of timesteps, arrays (B,): first row, length and end of their episodes, and the timestep in these."""
+    """Places of timesteps, arrays (B,).
+
+    Attributes:
+        start: the first row of the timestep's episode.
+        length: of the episode.
+        terminated: whether the episode terminated.
+        t: the timestep within the episode.
+    """
 
     start: Array
     length: Array

@@ -30,7 +30,7 @@ with extra("jax"):
     from jax.experimental import io_callback
 
 Tree = Any
-START_FIELD = "prev_done"  # memorax's name of it
+START_FIELD = "prev_done"  # memorax's name of the field that is true at the first step of an episode
 
 
 class TrajectorySample(NamedTuple):

@@ -673,6 +673,7 @@ def _field(column: Any) -> Field:
 
 
 def feature_name(name: str, names: Names) -> str:
+    """The name of the feature that a field becomes."""
     features = {**{ours: theirs for theirs, ours in RENAMED.items()}, "observation": "observation.state"}
     return features.get(name) or names.key(name)
 

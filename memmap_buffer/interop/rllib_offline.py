@@ -59,7 +59,7 @@ class DiskOfflineData(OfflineData):  # type: ignore[misc]
         episodes, columns = config.input_read_episodes, config.input_read_schema
         read = partial(read_rllib, episodes=episodes, columns=columns, **config.input_read_method_kwargs)
         first, *others = map(read, paths)
-        # The parent class sets up all else, but must read by the name of a method of `ray.data`: it reads the paths.
+        # The parent class sets up the rest. It always reads data, by a method of `ray.data`; here it reads the paths.
         own = config.copy(copy_frozen=False)
         own.offline_data(
             input_=list(map(str, paths)),

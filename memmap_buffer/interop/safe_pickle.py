@@ -29,7 +29,7 @@ _NUMPY = re.compile(r"numpy(\._?core(\.numeric|\.multiarray)?)?")
 
 @dataclass
 class _Call:
-    """A call that a pickle asks for, which is only noted, never made; and the state that its result would get."""
+    """A call that a pickle asks for; it is never made. `state`: the state that the result would get."""
 
     name: str
     arguments: Any = None

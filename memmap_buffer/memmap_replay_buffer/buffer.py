@@ -143,7 +143,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
 
     @property
     def open_episodes(self) -> list[Episode | EpisodeGroup]:
-        """As of `memmap_buffer.ReplayBuffer`; outside of a `with` block only the batch that `store_batch` opened."""
+        """As of `memmap_buffer.ReplayBuffer`; an open batch of `store_batch` stands alone unless a block is open."""
         opened, own = super().open_episodes, self._own.get(get_ident())
         if not isinstance(own, EpisodeGroup) or own.state != "open" or not own.episodes[0].writer.holds:
             return opened
@@ -282,7 +282,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
 
         Raises:
             SchemaError: another number of episodes is open.
-            EpisodeStateError: several episodes are open that are no batch.
+            EpisodeStateError: several episodes are open, and they are no batch.
         """
         episodes = self.open_episodes
         if not episodes:
@@ -306,7 +306,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
     reset_ = clear
 
     def close(self) -> None:
-        """As of `memmap_buffer.ReplayBuffer`; publishes the episodes that `store` opened, as cut short."""
+        """As of `memmap_buffer.ReplayBuffer`; first publishes episodes of `store` and `store_batch`, as cut short."""
         with self.turn:
             try:
                 self._end_own(lambda episode: episode.publish(cut=True))
