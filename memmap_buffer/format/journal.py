@@ -1,8 +1,9 @@
-"""What is visible in one folder: read of the records, then followed change by change.
+"""The account of the visible episodes of one folder: all records are read once, then only the records that change.
 
-There is one `Journal` a folder that is open, and it is the only reader of the table of records. Whoever keeps something
-of the episodes follows it with a mark of its own, by which it is told what changed since; `EpisodeTable` is what it
-says of one moment. What one appended step costs depends on no count, as long as nobody asks for that.
+Each open folder has one `Journal`, and nothing else decides what is visible in it. A follower (whatever keeps something
+that depends on the episodes) holds a mark and asks for the changes since that mark. Callers that do not follow get an
+`EpisodeTable`, which is of one moment. To follow one appended step costs the same for any number of slots and episodes;
+to make an `EpisodeTable` after each step does not.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("memmap_buffer")
 TWICE = "%s: serials %s stand in two slots each and are not served; see `verify`"
 NO_SLOTS: IntArray = np.empty(0, np.int64)
-FEW = 16  # slots: up to so many are looked at one by one, as a call of numpy takes as long as ten numbers
-FEWER = 8  # of which little more is looked at
-REMEMBERED = 1024  # changes that whoever follows may be behind before it has to read all anew
-UPDATE_SECONDS = 1.0  # that an episode which is being updated is waited for: its writer may stand still meanwhile
-OPENING_SECONDS = 0.1  # likewise by who opens a folder, and cannot know whether that writer is alive
+FEW = 16  # up to so many slots are read one by one: a call of numpy takes as long as ten plain numbers
+FEWER = 8  # the same bound for `_few_show_others`, which reads more numbers of each slot
+REMEMBERED = 1024  # the changes that are kept: a follower further behind must read everything anew
+UPDATE_SECONDS = 1.0  # the longest wait for an episode that is being updated: its writer may be stopped, or dead
+OPENING_SECONDS = 0.1  # the same when a folder is opened: nothing tells then whether the writer is alive
 LOW = 2**32 - 1
 _LOW, _HALF, _ODD = np.uint64(LOW), np.uint64(32), np.uint64(1)
 CHANGES, BASE = STATE_WORD["changes"], STATE_WORD["base"]
@@ -58,10 +59,10 @@ class Change(NamedTuple):
     """The changes since a mark.
 
     Attributes:
-        mark: of now.
-        slots: whose record or visibility may have changed, each once; None where that may be any.
-        moved: where it is nothing but that episodes show other steps: (slots, by how many the `start` of each is
-            higher, by how many its `stop` is), lists where they are few; else None.
+        mark: the mark of now, to be handed in at the next call.
+        slots: the slots whose record or visibility may have changed, each once; None where any slot may have changed.
+        moved: (slots, how far the `start` of each rose, how far its `stop` rose), if the same episodes show other
+            steps and nothing else changed; lists where the slots are few. Else None.
     """
 
     mark: int
@@ -73,18 +74,19 @@ NOTHING: Moved = [], [], []
 
 
 class Journal:
-    """The visible episodes of one folder; whoever reads its tables holds `lock` from `follow` on.
+    """The visible episodes of one folder. A thread that reads `table`, `shown` or `order` holds `lock` since `follow`.
 
     Attributes:
-        lock: of a thread that follows it.
-        mark: the number of changes that were taken in; another one whenever anything is another.
-        table: what the records said by slot, changed in place; only columns are to be read.
+        lock: held by the one thread that follows or reads.
+        mark: a counter, raised each time that changes are taken in.
+        table: the records by slot, changed in place. Read its columns only: `visible`, `changes` and `base` are not
+            kept up to date.
         shown: (slots,) whether a slot holds a visible episode.
         num_steps: visible timesteps.
-        version: the change counter of the folder to which they were followed; None in the middle of it.
-        order: (2, n) the serials and slots from `head` to `tail` are those of the episodes, by ascending serials, with
-            some that are gone. Entries behind them are added, and others taken off the front; another array takes its
-            place when all is read anew.
+        version: the folder's change counter up to which changes were taken in; None while some are being taken in.
+        order: (2, n) serials and slots, by ascending serials: entries `head` … `tail` - 1 are the visible episodes,
+            and some that are gone. New episodes are added at `tail`, and `head` moves past old ones. A new array
+            replaces it when all records are read anew.
     """
 
     table: EpisodeTable
@@ -95,35 +97,38 @@ class Journal:
         self.lock = threading.RLock()
         self.version: int | None = None
         self.mark = 0
-        self._changes: deque[Change] = deque(maxlen=REMEMBERED)  # up to `mark`
+        self._changes: deque[Change] = deque(maxlen=REMEMBERED)  # the newest ones; the last led to `mark`
         self._num_damaged = 0
         self._num_episodes = 0
         self.order: IntArray = np.empty((2, 0), np.int64)
         self.head = self.tail = 0
-        self._moved: Moved | None = None  # by what is being taken in
-        self._hidden = 0  # episodes of lower serials are not shown any more
-        self._moment: tuple[int, EpisodeTable] | None = None  # the mark of a table of one moment, and that
-        self._lent: frozenset[str] = frozenset()  # columns that such a table shares
-        self._twice = self._untold = NO_SLOTS  # serials that stand in two slots; those of which the log does not tell
-        self._visible: IntArray | None = None  # slots, by ascending serials; None where that is another
-        self._base = 0  # of the folder, as of then
-        self._is_spoilt = False  # whether it is read anew whatever changed
-        self._followed = False  # whether what only followers need is there
+        self._moved: Moved | None = None  # `Change.moved` of the changes that are being taken in
+        self._hidden = 0  # episodes with lower serials are not shown any more
+        self._moment: tuple[int, EpisodeTable] | None = None  # the last one handed out, and before it its mark
+        self._lent: frozenset[str] = frozenset()  # columns of `table` that `_moment` shares: copied before a change
+        self._twice = self._untold = NO_SLOTS  # serials that stand in two slots; those that the log does not name yet
+        self._visible: IntArray | None = None  # visible slots, by ascending serials; None where not counted yet
+        self._base = 0  # the folder's base, as last taken in
+        self._is_spoilt = False  # whether every change makes it read all records anew
+        self._followed = False  # whether the parts that only followers need are there: see `_begin_to_follow`
         renew_after_fork(self)
 
     def renew(self) -> None:
-        """In a forked child: another thread may have been following."""
+        """In a forked child: begin anew, as another thread of the parent may have been in the middle of `follow`."""
         self.lock, self.version = threading.RLock(), None
 
     def is_current(self, storage: Storage, mark: int) -> bool:
-        """Whether nothing has changed since `mark`, which is compared last: the version is another before it is."""
+        """Whether nothing has changed since `mark`. Needs no lock.
+
+        `mark` is compared last: a thread that takes changes in sets `version` to None before it raises `mark`.
+        """
         same = storage.maps.state.item(CHANGES) == self.version and storage.num_damaged == self._num_damaged
         return same and mark == self.mark
 
     def follow(self, storage: Storage, mark: int) -> Change:
-        """Take in what changed in the folder, and tell what did since `mark`, 0 for who begins.
+        """Take in the changes of the folder; returns those since `mark` (0: the caller begins to follow).
 
-        Who calls it holds `lock`, and goes on to hold it while it takes that in.
+        The caller holds `lock`, and keeps it until it has taken in the changes itself.
         """
         self._catch_up(storage)
         if not self._followed:
@@ -136,11 +141,11 @@ class Journal:
         if behind == 1:
             return self._changes[-1]
         later = islice(self._changes, len(self._changes) - behind, None)
-        slots: list[IntArray] = [change.slots for change in later]  # type: ignore[misc]  # of a kept one they are known
+        slots: list[IntArray] = [change.slots for change in later]  # type: ignore[misc]  # kept changes name them
         return Change(self.mark, np.unique(np.concatenate(slots)), None)
 
     def at_once(self, storage: Storage, *, anew: bool = False) -> EpisodeTable:
-        """The table of this moment; the same one as long as nothing has changed.
+        """The episode table of this moment; the same object as long as nothing has changed.
 
         Args: anew: read all records, without a look at the change counter or the schema.
         """
@@ -158,24 +163,24 @@ class Journal:
                 table = replace(self.table, changes=version, base=self._base, visible=self._visible)
                 self._lent = frozenset(Columns._fields)
                 moment = self._moment = self.mark, table
-        if len(untold):  # without the lock, as a handler may wait for somebody who shows a buffer
+        if len(untold):  # without the lock: a log handler may wait for a thread that needs it
             log.warning(TWICE, storage.path, untold)
         return moment[1]
 
     def doubt(self) -> None:
-        """Have all be read anew by the next call, as an episode is not to be shown any more."""
+        """Have the next call read all records anew: an episode was found damaged, and must not be shown any more."""
         with self.lock:
             self.version = None
 
     def has_inner_end(self, slots: IntArray) -> bool:
-        """Whether one of the visible episodes in slots (B,) may have a marked end before its last step."""
+        """Whether a visible episode in slots (B,) may have an end of an episode marked before its last step."""
         shown = slots[self.shown.take(slots)]
         return bool(np.bitwise_or.reduce(self.table.flags.take(shown), initial=0) & INNER_END)
 
     def pairs(self, slots: IntArray) -> list[tuple[int, int]] | IntArray:
-        """(n, 2) of each slot the serial + 1 and which steps it shows, start | stop << 32; zeros where it shows none.
+        """(n, 2): the serial + 1 of each slot, and its shown steps as start | stop << 32; zeros where it shows none.
 
-        A list where they are few.
+        A list where the slots are few.
         """
         table, shown = self.table, self.shown
         serial, start, stop = table.serial, table.start, table.length
@@ -192,7 +197,11 @@ class Journal:
     # Reading
 
     def _catch_up(self, storage: Storage, *, anew: bool = False) -> None:
-        """Take in what changed in the folder. Raises SchemaMismatchError where that may be the schema, as it was."""
+        """Take in the changes of the folder.
+
+        Raises SchemaMismatchError: the change counter does not tell which slots changed, and the schema was changed so
+        that `Storage.require_schema` refuses it.
+        """
         changes, before = storage.maps.state.item(CHANGES), self.version
         if changes == before and storage.num_damaged == self._num_damaged:
             return
@@ -201,7 +210,7 @@ class Journal:
         slots = storage.changed_since(before) if may_be_followed else None  # type: ignore[arg-type]
         if slots is None and not anew:
             storage.require_schema()
-        self.version = self._moved = None  # until all is done
+        self.version = self._moved = None  # until all is done: an interruption leaves None, and all is read anew
         changed, is_far_behind = None, slots is None
         if may_be_followed:
             if not self._followed:
@@ -210,18 +219,19 @@ class Journal:
                 slots = changed_records(storage.maps.words, self.table.columns)
             changed = self._take_in(storage, slots)
         if changed is None:
-            self._changes.clear()  # nobody can follow to what is read anew
+            self._changes.clear()  # no follower can take in the difference to what is read anew
             self.mark += 1
             changes = self._read(storage)
         else:
             self._changes.append(Change(self.mark + 1, changed, self._moved))
             self.mark += 1
         self.version = changes
-        if is_far_behind and changed is not None:  # meanwhile one record may have changed, and a newer one was taken in
+        # A record may have changed after `changed_records` had passed it, while a newer episode was taken in.
+        if is_far_behind and changed is not None:
             self._catch_up(storage)
 
     def _read(self, storage: Storage) -> int:
-        """All records; returns the change counter before they were read."""
+        """Read all records into an episode table; returns the change counter before they were read."""
         before = None
         if self._followed:
             before = self.shown, self.table.serial
@@ -231,20 +241,21 @@ class Journal:
         while True:
             changes, base, self._num_damaged = storage.changes, storage.state("base"), storage.num_damaged
             columns = storage.columns()
-            # A visible episode may be under an odd generation for the moment of an `update`; a dead writer's stays odd.
+            # During an `update` a visible episode has an odd generation; after the writer's death it stays odd.
             if not _being_updated(storage, columns, before) or time.monotonic() > deadline:
                 break
             time.sleep(0.001)
         visible, self._twice = visible_slots(columns, base, storage.layout)
         self._base, self._untold = base, self._twice
-        # In packed folders nothing changes; and not all that is visible follows from the records that changed.
+        # In packed folders nothing changes. In doubt, or with a serial in two slots, the changed records do not tell
+        # what is visible.
         self._is_spoilt = storage.layout.rows is not None or storage.in_doubt or len(self._twice) > 0
         self._moment = self.mark, EpisodeTable(changes, base, *columns, visible)
         self._followed = False
         return changes
 
     def _begin_to_follow(self, storage: Storage) -> None:
-        """Make what is kept for followers alone of the table that was read."""
+        """Make the parts that only followers need, from the episode table that was read last."""
         table: EpisodeTable = self._moment[1]  # type: ignore[index]
         self.shown, self.num_steps, self._visible = table.shown.copy(), table.steps, table.visible
         self.head, self.tail, self._num_episodes = 0, len(table), len(table)
@@ -258,16 +269,19 @@ class Journal:
         self._followed = True
 
     def _own(self, names: Iterable[str]) -> None:
-        """Have columns of its own that are to be changed."""
+        """Copy the columns `names` that an episode table shares with `table`, before they are changed in place."""
         lent = self._lent.intersection(names)
         if lent:
             self.table = replace(self.table, **{name: getattr(self.table, name).copy() for name in lent})
             self._lent -= lent
 
     def _take_in(self, storage: Storage, slots: IntArray) -> IntArray | None:
-        """Look at the records of some slots again; None where these do not tell what is visible."""
+        """Take in the records of `slots`, which changed.
+
+        Returns: all slots that changed, retired ones included; None where these records do not tell what is visible.
+        """
         table, base = self.table, storage.maps.state.item(BASE)
-        if base < self._base:  # by a repair
+        if base < self._base:  # a repair lowered it
             return None
         show_others = self._few_show_others if len(slots) <= FEWER else self._show_others
         if base <= self._hidden and show_others(storage, slots):
@@ -279,7 +293,7 @@ class Journal:
         shown = now.valid & some & (now.flags & DELETED == 0) & (now.serial >= self._hidden)
         was = self.shown.take(slots)
         same = was & (now.serial == table.serial.take(slots))
-        if any_of(same & some & ~now.valid):  # it is being rewritten, and will come back
+        if any_of(same & some & ~now.valid):  # an `update` rewrites the episode, and will show it again
             return None
         fresh = np.flatnonzero(shown & ~same)
         if len(fresh) and not self._append(now.serial[fresh], slots[fresh]):
@@ -288,7 +302,7 @@ class Journal:
         self.num_steps += int(np.add.reduce((now.length - now.start) * shown - before))
         self._num_episodes += int(np.count_nonzero(shown)) - int(np.count_nonzero(was))
         if self._num_episodes < storage.layout.max_episodes and self._hidden > base:
-            return None  # an older one may come back
+            return None  # an older episode, which only `max_episodes` hid, may be visible again
         each = now._asdict()
         others = {name: values for name, values in each.items() if any_of(values != getattr(table, name)[slots])}
         self._own(others)
@@ -300,22 +314,25 @@ class Journal:
         return np.array(sorted({*slots.tolist(), *gone})) if gone else slots
 
     def _limit(self, slots: IntArray | slice, storage: Storage) -> None:
-        """Up to which step slots may come to show theirs: an open episode grows, another stays, none shows nothing."""
+        """Set the highest `stop` that each slot may get while its record's check and generation stay.
+
+        An open episode may grow to `max_timesteps`, another one keeps its length, and a slot that shows nothing gets 0.
+        """
         table = self.table
         most = np.where(table.flags[slots] & OPEN != 0, storage.layout.max_timesteps, table.length[slots])
         self._most[slots] = most * self.shown[slots]
 
     def _show_others(self, storage: Storage, slots: IntArray) -> bool:
-        """Where all are as they were but for the steps that they show, take these; False where they are not.
+        """Take in slots of which only the shown steps changed; False, with nothing taken in, where more changed.
 
-        No writer changes what a record says and leaves its check and its generation.
+        Whatever else a writer changes in a record, it changes the check or the generation with it.
         """
         table, words = self.table, storage.maps.words.take(slots, axis=0)
         start, stop = (words[:, SHOWN] & _LOW).view(np.int64), (words[:, SHOWN] >> _HALF).view(np.int64)
         dropped, added = start - table.start.take(slots), stop - table.length.take(slots)
         other = words[:, CHECK] ^ table.check.take(slots)
         other |= words[:, GENERATION] ^ table.generation.take(slots)
-        wrong = stop - start - 1  # below 0 where it shows no step, more than it may, or fewer than before
+        wrong = stop - start - 1  # in the end negative where a slot shows no step, more than it may, or a lower stop
         wrong |= self._most.take(slots) - stop
         wrong |= added
         if np.count_nonzero(other) or any_of(wrong < 0):
@@ -330,12 +347,12 @@ class Journal:
         return True
 
     def _few_show_others(self, storage: Storage, slots: IntArray) -> bool:
-        """Slots taken in as by `_show_others`, one by one."""
+        """Take in a few slots one by one, as `_show_others` does."""
         table, words, limit = self.table, storage.maps.words, storage.layout.max_timesteps
         slot_numbers = slots.tolist()
         shown, dropped, added = [], [], []
         for slot in slot_numbers:
-            word = words.item(slot, SHOWN)  # before these, so that it is of the same episode
+            word = words.item(slot, SHOWN)  # read before check and generation, which prove whose it is
             same = words.item(slot, CHECK) == table.check.item(slot)
             if not (same and words.item(slot, GENERATION) == table.generation.item(slot) and self.shown.item(slot)):
                 return False
@@ -358,7 +375,7 @@ class Journal:
         return True
 
     def _append(self, serials: IntArray, slots: IntArray) -> bool:
-        """Take in episodes that appeared; False where there is no room, or one is not newer than all the others."""
+        """Add new episodes to `order`; False where it has no room, or an episode is not newer than all before."""
         stop, order = self.tail + len(serials), np.argsort(serials)
         last = self.order.item(0, self.tail - 1) if self.tail > self.head else -1
         serials, slots = serials[order], slots[order]
@@ -369,7 +386,7 @@ class Journal:
         return True
 
     def _retire(self, max_episodes: int) -> list[int]:
-        """The oldest episodes leave where there are too many; returns their slots."""
+        """Hide the oldest episodes, those that are too many or below the base; returns their slots."""
         gone = []
         while self.head < self.tail:
             serial, slot = self.order[:, self.head].tolist()
@@ -386,17 +403,17 @@ class Journal:
 
 
 def _being_updated(storage: Storage, now: Columns, before: tuple[npt.NDArray[np.bool_], IntArray] | None) -> bool:
-    """Whether an episode was under an odd generation when its record was copied, or was half copied, by an `update`.
+    """Whether an `update` hides an episode: its record was copied with an odd generation, or changed during the copy.
 
-    Args: before: (slots,) whether each showed an episode when all was read before, and the serials of then; None at the
-        first time, when any episode may be meant as long as an update is going on.
+    Args: before: (slots,) which slots were shown when the records were last read, and the serials of then. None at the
+        first reading: then any episode may be the one, but only while the file of an update is there.
     """
-    gone = np.flatnonzero(~now.valid & (now.start < now.length))  # else a ring gave it up
+    gone = np.flatnonzero(~now.valid & (now.start < now.length))  # a ring leaves no step of an episode that it gives up
     if before is None:
         gone = gone if len(gone) and storage.folder.exists(UPDATE) else gone[:0]
     else:
         shown, serials = before
         gone = gone[shown[gone] & (now.serial[gone] == serials[gone])]
-    generation = now.generation[gone]  # not that of now: the update may be over, and the copy still lacks the episode
+    generation = now.generation[gone]  # as copied, not as it is by now: the update may be over, the copy lacks it still
     moved = storage.maps.words[gone, GENERATION] != generation
     return bool((moved | (generation & _ODD == 1)).any())
