@@ -1,7 +1,7 @@
-"""The open arrays of one folder and its episode table.
+"""The mapped arrays of one folder, its episode table, and the checks of what may be damaged.
 
-`Storage` opens and reads; it never writes to a folder that is complete. It pickles as a path and opens its maps on
-first use, so a DataLoader worker costs no copy of the data.
+`Storage` opens, reads and checks a folder; it never writes to it. It pickles as a path and maps the files on first use,
+so a DataLoader worker costs no copy of the data.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from memmap_buffer.schema import Field
 
 log = logging.getLogger("memmap_buffer")
 
-FEW = 16  # slots, of which numbers are quicker than arrays
-MAX_VIEWS = 256  # of several rows as one item, that are kept
-ROUNDS = 16  # in which records are copied again that a writer changed meanwhile
+FEW = 16  # up to so many slots are read as plain numbers, which is quicker than arrays
+MAX_VIEWS = 256  # views of `slices_of` that are kept
+ROUNDS = 16  # how often records are copied again while a writer goes on changing them
 _DELETED_WORD = np.uint64(DELETED << 32)
 _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 
@@ -65,7 +65,7 @@ _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 class Maps:
     """The mapped files: `words` (slots, 8) u8, `state` (1056,) u8, `checksums`, per-timestep rows and meta by name.
 
-    Of compressed fields `rows` has the index, and `coded` what it takes to decode them.
+    For a compressed field, `rows` has its index and `coded` its blobs and dictionary.
     """
 
     words: Words
@@ -80,10 +80,11 @@ class Storage:
     """A folder, open for reading.
 
     Args:
-        path: the folder, or who holds it already.
+        path: the path of the folder, or a `Folder` that may hold it already.
         read_only: nothing may ever be written through this object.
-        verify: when checksums are compared: "auto" (what may have been lost in a crash of the machine or in copying
-            beside a writer, when it is first read), "always" (everything, on opening), "read" (at every read), "never".
+        verify: when checksums are compared: "auto" (only of episodes that a crash of the machine, or copying beside a
+            writer, may have spoilt, at their first read), "always" (of everything, on opening), "read" (at every
+            read), "never".
 
     Attributes: token: another object whenever any storage of this process has another table.
     """
@@ -98,13 +99,13 @@ class Storage:
         self.withdrawn = False
         self.journal = Journal()  # the visible episodes, followed change by change
         self._table: EpisodeTable | None = None
-        self._void: dict[int, int] = {}
-        self.num_damaged = 0  # episodes that were found damaged so far
-        self._stamp: tuple[int, int] | None = None
-        self._readable: tuple[int, int] | None = None  # a later schema, whose fields include those that are read
+        self._void: dict[int, int] = {}  # slot -> serial of an episode that was found damaged
+        self.num_damaged = 0  # the length of `_void`
+        self._stamp: tuple[int, int] | None = None  # of the `schema.json` that was read
+        self._readable: tuple[int, int] | None = None  # of a later `schema.json` that has all fields of the one read
         self._state_file: tuple[int, int] | None = None
         self._row_views: dict[tuple[str, int], Array] = {}
-        self.mirror: Source | None = None  # where rows have to be fetched before they are copied
+        self.mirror: Source | None = None  # fetches rows before they are copied; None: all files are here
 
     @classmethod
     def open(cls, path: str | PathLike[str] | Folder, *, read_only: bool = False, verify: str = "auto") -> Storage:
@@ -122,14 +123,14 @@ class Storage:
         except (CorruptBufferError, FileNotFoundError):
             if not storage.schema_replaced:
                 raise
-            return cls.open(path, read_only=read_only, verify=verify)  # a field went after the schema was read
+            return cls.open(path, read_only=read_only, verify=verify)  # a field was removed after the schema was read
         storage.check_always()
         return storage
 
     def withdraw(self, path: Path) -> Storage:
-        """A storage for a folder that is not there, with the layout and the maps of this one, and without episodes."""
+        """A storage without episodes for a folder that is gone; it has the layout and the maps of this one."""
         state = self.maps.state.copy()
-        state[_CHANGES] = self.table.changes  # a copy, so the counter never moves, and the table stays
+        state[_CHANGES] = self.table.changes  # in a copy the counter never moves, so the table is never read anew
         other = Storage(path, read_only=True, verify="never")
         other.layout, other.maps = self.layout, replace(self.maps, state=state)
         other._keep(replace(self.table, visible=np.empty(0, np.int64)))
@@ -150,7 +151,7 @@ class Storage:
 
     @property
     def where(self) -> str:
-        """Where it is: its path, or the URL that it was published at."""
+        """The path of the folder, or the URL that it was published at."""
         return str(self.path)
 
     @property
@@ -160,20 +161,21 @@ class Storage:
 
     @property
     def in_place(self) -> bool:
-        """Whether the folder that was opened stands at its path still."""
+        """Whether the folder that was opened still stands at its path."""
         return self.folder.in_place and self.is_of(self.folder)
 
     def is_of(self, folder: Folder) -> bool:
-        """Whether it is this folder's files that are mapped."""
+        """Whether the mapped files are those of `folder`."""
         try:
             return folder.file_key("state.npy") == self.state_file
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def require_schema(self, *, to_write: bool = False) -> None:
-        """Raise SchemaMismatchError where fields were dropped, renamed or, `to_write`, added since this was opened.
+        """Raise SchemaMismatchError if the folder is another buffer, or lost fields, since this was opened.
 
-        A folder that was moved away or removed can be read on, as its files are mapped.
+        Fields that were renamed count as lost. `to_write` refuses fields that were added, too. A folder that was moved
+        away or removed can still be read, as its files are mapped.
         """
         try:
             layout, stamp = self.layout, self.folder.stamp("schema.json")
@@ -195,7 +197,7 @@ class Storage:
     @cached_property
     def maps(self) -> Maps:
         arrays = self.layout.arrays
-        with self.folder.held() as folder:  # all of one
+        with self.folder.held() as folder:  # all files of one folder, even if another takes its place now
             mapped = {key: folder.map(a.name, a.header, a.dtype, a.shape) for key, a in arrays.items()}
             self._state_file = folder.file_key(arrays["/state"].name)
         schema = self.layout.schema
@@ -226,12 +228,13 @@ class Storage:
 
         Args:
             name: the field.
-            rows: which.
-            slots: (N,) or one, where their episodes are; of one that is overwritten meanwhile, rows may be anything.
-            serials: the numbers of these episodes, likewise.
+            rows: their numbers in the field's file.
+            slots: (N,) or a single one: the slots of the rows' episodes. Rows of a slot that is overwritten during the
+                call may be anything.
+            serials: (N,) or a single one: the serials of these episodes.
 
         Raises:
-            CorruptBufferError: a timestep of an episode that is as it was cannot be decoded.
+            CorruptBufferError: a timestep cannot be decoded, though its episode did not change.
         """
         stored, coded = self.maps.rows[name], self.maps.coded.get(name)
         if coded is None:
@@ -240,7 +243,7 @@ class Storage:
         field = self.layout.schema.fields[name]
         out = np.empty((len(rows), *field.cell), field.storage)
         broken = coded.decode_into(stored.take(rows, 0, None, "clip"), out, np.arange(len(rows)))
-        if len(broken):  # what is not being overwritten is the same when it is read again
+        if len(broken):  # a writer may have overwritten them: only rows of unchanged episodes are damaged
             slots, serials = (np.broadcast_to(of, len(rows))[broken] for of in (slots, serials))
             generations, again = self.generations(slots), np.zeros(len(broken), np.bool_)
             again[coded.decode_into(stored.take(rows[broken], 0, None, "clip"), out, broken)] = True
@@ -250,14 +253,14 @@ class Storage:
         return out
 
     def damaged_blob(self, name: str, why: object) -> CorruptBufferError:
-        """The error for a compressed field of which a blob cannot be decoded."""
+        """The error for a blob of a compressed field that cannot be decoded."""
         path = self.path / self.layout.arrays[name + BLOBS].name
         return CorruptBufferError(
             f"{path}: {why}; it was changed by another program, see `memmap-buffer verify`", path=path
         )
 
     def sums_of_rows(self, name: str, first: int, stop: int, sums: Sums = EMPTY) -> Sums:
-        """The sums, for the checksum of a field, of what was before, and of some rows."""
+        """The sums for the checksum of a field: `sums`, of earlier rows, continued by the rows first … stop - 1."""
         rows, coded = self.maps.rows[name][first:stop], self.maps.coded.get(name)
         return add_rows(sums, rows) if coded is None else sums_of(coded.contents(rows), sums)
 
@@ -276,7 +279,7 @@ class Storage:
         if table is not None and table.changes == self.maps.state.item(_CHANGES):
             return table
         num_damaged = -1
-        while num_damaged != self.num_damaged:  # another thread may find more meanwhile
+        while num_damaged != self.num_damaged:  # another thread may have found a damaged episode during the call
             num_damaged, table = self.num_damaged, self._keep(self.journal.at_once(self))
         return table  # type: ignore[return-value]
 
@@ -293,12 +296,12 @@ class Storage:
 
     @property
     def highest_serial(self) -> int:
-        """The highest of all records of the table, also of episodes that were found damaged; -1 where there is none."""
+        """The highest serial of all valid records, damaged episodes included; -1 where there is none."""
         table = self.table
         return max(int(table.serial.max(initial=-1, where=table.valid)), *self._void.values(), -1)
 
     def columns(self) -> Columns:
-        """The columns of all records as they are now, but for what is damaged or in doubt."""
+        """The columns of all records as they are now: damaged episodes as not valid, open ones in doubt cut back."""
         changes = self.changes
         columns = columns_of(self.maps.words, self.layout.max_timesteps, self.layout.rows)
         if self.layout.rows is None:
@@ -307,17 +310,20 @@ class Storage:
             columns = self._cut_back(columns)
         if self._void:
             good = columns.valid.copy()
-            for slot, number in tuple(self._void.items()):  # at once: another thread may find more
+            for slot, number in tuple(self._void.items()):  # a copy: another thread may add to it
                 good[slot] &= columns.serial[slot] != number
             columns = columns._replace(valid=good)
         return columns
 
     def _copy_again(self, columns: Columns, changes: int) -> None:
-        """Copy records again, one by one, that a writer changed while all of them were copied.
+        """Copy those records again that a writer changed while all records were copied.
 
-        One of them may be half an older one; and where another is newer, an episode between these two was left out.
+        Such a copy may be half of the older record and half of the newer one. It may also be too old: beside a newer
+        episode that was copied, an episode published before that one would be missing.
 
-        Args: changes: the change counter before all were copied.
+        Args:
+            columns: the copies, changed in place.
+            changes: the change counter before all records were copied.
         """
         words, longest = self.maps.words, self.layout.max_timesteps
         doubtful = np.flatnonzero(~columns.valid & (columns.generation != 0))
@@ -333,16 +339,16 @@ class Storage:
 
     @property
     def changes(self) -> int:
-        """The change counter as it is now: as long as it stays, no step that was shown at it moves."""
+        """The change counter as it is now: as long as it stays, so do all steps that were shown at it."""
         return self.maps.state.item(_CHANGES)
 
     def changed_since(self, changes: int) -> IntArray | None:
-        """The slots, ascending, that changed after the change counter had a value; None where that is not known."""
+        """The slots, ascending, that changed since the change counter was `changes`; None where nobody can tell."""
         state = self.maps.state
         count = state.item(_CHANGES) - changes
-        if not 0 < count <= JOURNAL // 2:  # while these are read, others may be written
+        if not 0 < count <= JOURNAL // 2:  # only half: a writer may overwrite the oldest entries during the reading
             return np.empty(0, np.int64) if count == 0 else None
-        if count <= FEW:  # by plain numbers, in a fifth of the time
+        if count <= FEW:  # as plain numbers, in a fifth of the time
             few = sorted({state.item(_JOURNAL + (changes + 1 + i) % JOURNAL) for i in range(count)})
             whole = few[-1] < len(self.maps.words) and state.item(_CHANGES) - changes <= JOURNAL // 2
             return np.array(few) if whole else None
@@ -359,9 +365,9 @@ class Storage:
         return slots
 
     def slices_of(self, name: str, steps: int) -> Array:
-        """A view (N - K + 1,) of a field's N rows whose items are K rows each, as bytes: one index copies many.
+        """A view (N - K + 1,) of a field's N rows whose items are K rows each, as bytes: one index copies K rows.
 
-        Numpy copies an item of bytes in half the time that it takes for as short a row, but keeps the interpreter.
+        Numpy copies an item of bytes in half the time of a row that is as short, but without releasing the GIL.
         """
         view = self._row_views.get((name, steps))
         if view is None:
@@ -373,14 +379,14 @@ class Storage:
     def look_up(
         self, slots: IntArray, serials: IntArray, trusted: bool = True
     ) -> tuple[Words, npt.NDArray[np.bool_], int]:
-        """Records as they are on disk now.
+        """The records of episodes as they are on disk now.
 
         Args:
-            slots, serials: (B,) of episodes.
+            slots, serials: (B,) of the episodes.
             trusted: first check episodes whose content is still to be checked; one that fails is not visible.
 
-        Returns: their words (B, 8); (B,) whether each is, unchanged, that of the visible episode of that serial; the
-            change counter of the table that showed them.
+        Returns: the words of the records (B, 8); (B,) whether the slot still holds the episode of that serial, visible
+            and unchanged since the table was read; the change counter of that table.
         """
         if trusted:
             self.trust(slots)
@@ -393,7 +399,7 @@ class Storage:
         return words, differs == 0, table.changes
 
     def first_row(self, slots: IntArray, final: bool) -> IntArray:
-        """The row of step 0 of each slot, in files with or without `final`; any that exists where it has no episode."""
+        """The row of step 0 of each slot, in files with or without `final`; any row if the slot has no episode."""
         if self.layout.rows is None:
             return slots * (self.layout.max_timesteps + final)
         first = np.minimum(self.maps.words.reshape(-1)[slots * WORDS + FIRST_ROW], self.layout.rows - 1)
@@ -417,16 +423,18 @@ class Storage:
     def unmoved(
         self, slots: IntArray, serials: IntArray, generations: Words, since: int | None
     ) -> npt.NDArray[np.bool_]:
-        """Whether episodes that were shown are as they were: not rewritten, cleared or deleted.
+        """(B,) whether episodes that were shown are unchanged: not rewritten, cleared or deleted.
 
-        Args: since: `changes` of the table that showed them, None if nobody knows.
+        Args:
+            slots, serials, generations: (B,) of the episodes when they were shown; generation 0: it was not found.
+            since: `changes` of the table that showed them; None where it is not known.
         """
         if self.maps.state.item(_CHANGES) == since:
-            return np.asarray(generations != 0)  # of a record that was not found it is 0
+            return np.asarray(generations != 0)
         words = self.maps.words.reshape(-1)
         same: npt.NDArray[np.bool_] = (words.take(slots * WORDS) == generations) & (generations & np.uint64(1) == 0)
         same &= words.take(slots * WORDS + SERIAL) == serials.view(np.uint64)
-        flags = words.take(slots * WORDS + EXTENT)  # above the length
+        flags = words.take(slots * WORDS + EXTENT)  # they lie above the length
         same &= (serials >= self.state("base")) & (flags & _DELETED_WORD == 0)
         return same
 
@@ -434,12 +442,12 @@ class Storage:
         """The generation of each slot as it is on disk now."""
         return self.maps.words.reshape(-1).take(slots * WORDS)
 
-    # Trust: what a crash of the machine, or copying beside a writer, may have spoilt is compared with its checksums
-    # before it is served.
+    # Trust: episodes that a crash of the machine, or copying beside a writer, may have spoilt are compared with their
+    # checksums before they are served.
 
     @property
     def first_unsettled(self) -> int | None:
-        """The first serial that the last writer left in doubt (`format`, "Creating, opening, trusting"); None: none."""
+        """The first serial that the last writer left in doubt, or None: see `format`, "Creating, opening, trusting"."""
         if self.state("clean") or not self.state("term"):
             return None
         boot = self.maps.state[STATE_WORD["boot"] : STATE_WORD["boot"] + 2].tobytes()
@@ -449,7 +457,7 @@ class Storage:
         return self.state("synced") if rebooted else None
 
     def _is_copy(self, rebooted: bool) -> bool:
-        """Whether the files were copied, as `state.npy` is another one than it says of itself."""
+        """Whether the folder is a copy: the inode of `state.npy`, or in one boot its device, is not the one stored."""
         if self.state_file is None or not self.state("inode"):
             return False
         device, inode = self.state_file
@@ -457,20 +465,20 @@ class Storage:
 
     @cached_property
     def _doubts(self) -> tuple[int, int] | None:
-        """The serials from the first to before the second are in doubt; None where none is."""
+        """(first, stop): the serials first … stop - 1 are in doubt. None where none is."""
         first, suspect = self.first_unsettled, self.state("suspect")
         if first is None:
             return (self.state("synced"), suspect) if suspect else None
-        serials = self.maps.words[:, SERIAL]  # what is recorded from now on is in no doubt
+        serials = self.maps.words[:, SERIAL]  # as of now: episodes that are recorded later are not in doubt
         return first, int(serials[serials < MAX_SERIAL].max(initial=0)) + 1
 
     @property
     def in_doubt(self) -> bool:
-        """Whether some episodes may be spoilt, whose open ones are shown in part."""
+        """Whether some episodes are in doubt; open ones among them are cut back."""
         return self._doubts is not None
 
     def _cut_back(self, columns: Columns) -> Columns:
-        """Of open episodes that are in doubt, show what their checksums are of: later steps may not be on the disk."""
+        """Cut open episodes in doubt back to the steps that their checksums cover: others may not be on the disk."""
         first, stop = self._doubts or (0, 0)
         doubtful = (columns.flags & OPEN != 0) & (columns.serial >= first) & (columns.serial < stop)
         slots = np.flatnonzero(doubtful)
@@ -480,7 +488,7 @@ class Storage:
 
     @cached_property
     def _unverified(self) -> npt.NDArray[np.bool_] | None:
-        """(slots,) which slots are still to be checked, or None where all is trusted."""
+        """(slots,) whether a slot is still to be checked; None where none is, or `verify` is not "auto"."""
         if self.verify in ("never", "always", "read"):
             return None
         if self._doubts is None:
@@ -491,17 +499,17 @@ class Storage:
 
     @property
     def trusted(self) -> bool:
-        """Whether nothing is left to check, whatever slot is read."""
+        """Whether no slot is left to check, whichever is read."""
         return self.verify != "read" and self._unverified is None
 
     @property
     def tells_by_counter(self) -> bool:
-        """Whether whatever was shown at a value of the change counter is right, and as it was, while that stands."""
+        """Whether all that was shown at a change counter is right and unchanged for as long as the counter stays."""
         doubted = self.verify == "read" or self._unverified is not None or self._doubts is not None
         return not (doubted or self.num_damaged)
 
     def trust(self, slots: IntArray) -> bool:
-        """Check those of `slots` that are still to be checked; False if one failed and is void from now on."""
+        """Check those of `slots` that are still to be checked; False if one failed, which is not served any more."""
         if self.verify == "read":
             return not self.check(np.unique(slots))
         pending = self._unverified
@@ -509,15 +517,13 @@ class Storage:
             return True
         first = np.unique(slots[pending[slots]])
         whole = not self.check(first)
-        pending[first] = (
-            False  # not before: another thread, or one that is interrupted here, would serve them unchecked
-        )
+        pending[first] = False  # after the check: else an interruption or another thread would serve them unchecked
         return whole
 
     def check(self, slots: IntArray) -> list[tuple[int, str]]:
-        """Compare the visible rows of `slots` with their checksums; those that differ are void for this object.
+        """Compare the rows of `slots` with their checksums; this object stops serving episodes that differ.
 
-        Returns: (serial, field) of each that differs.
+        Returns: (serial, field) of each field that differs.
         """
         damaged = [(int(slot), name) for slot in slots for name in self.damaged(int(slot))]
         out = [(int(self.table.serial[slot]), name) for slot, name in damaged]
@@ -525,7 +531,7 @@ class Storage:
         return out
 
     def void(self, damaged: list[tuple[int, str]]) -> None:
-        """Serve the episodes of slots no more, as each is damaged in a way."""
+        """Stop serving damaged episodes. Args: damaged: (slot, reason for the log)."""
         for slot, what in damaged:
             self._void[slot] = int(self.table.serial[slot])
             self.num_damaged = len(self._void)
@@ -535,12 +541,12 @@ class Storage:
             self._keep(self.journal.at_once(self))
 
     def check_always(self) -> None:
-        """With `verify="always"`, check everything, also what would come back in the place of damaged episodes."""
+        """With `verify="always"`, check all episodes, also hidden ones that would become visible for damaged ones."""
         if self.verify == "always":
             self.check(np.flatnonzero(self.refresh().valid))
 
     def damaged(self, slot: int) -> list[str]:
-        """The fields of a slot that differ from their checksums, unless it was rewritten or appended to meanwhile."""
+        """The fields of a slot that differ from their checksums; none where a writer changed the slot in between."""
         table = self.table
         length, flags = self.checked_length(slot), int(table.flags[slot])
         if not table.valid[slot] or not flags & CHECKED:
@@ -550,19 +556,19 @@ class Storage:
         return bad if same.all() else []
 
     def checked_length(self, slot: int) -> int:
-        """The timesteps that the checksums of a slot are of: of an open episode fewer than are shown."""
+        """How many timesteps the checksums of a slot cover: of an open episode perhaps fewer than are shown."""
         return self.maps.words.item(slot, EXTENT) & (2**32 - 1)
 
     def mismatches(self, slot: int, flags: int, checksums: Mapping[str, int]) -> list[str]:
-        """The names of which the checksums of a slot are not those that are stored."""
+        """The fields whose checksums, counted from the rows of a slot, differ from the stored ones."""
         record, column_of = self.record(slot), self.layout.column_of
         if flags & OPEN and record["columns"] > self.layout.used_columns:
-            return []  # its digest is of fields, too, that were added since this was opened
+            return []  # its digest covers fields that were added since this was opened
         row = checksum_row(self.layout, checksums) if flags & OPEN else self.maps.checksums[slot].tobytes()
         stored = np.frombuffer(row, "<u4")
         bad = [name for name, value in checksums.items() if value != stored[column_of[name]]]
         if not bad and digest_of(row, record["columns"]) != record["digest"]:
-            return ["/checksums"]  # the row is another episode's, or an open episode differs somewhere
+            return ["/checksums"]  # the row of checksums is another episode's, or some field of an open episode differs
         return bad
 
     def checksums_of(self, slot: int, length: int, has_final: bool) -> dict[str, int]:
@@ -575,6 +581,6 @@ class Storage:
 
 
 def slices_of(rows: Array, steps: int) -> Array:
-    """A view (N - K + 1,) of N rows whose items are K rows each, as bytes."""
+    """A view (N - K + 1,) of N rows whose items are K = `steps` rows each, as bytes."""
     width = rows.itemsize * math.prod(rows.shape[1:])
     return np.ndarray(len(rows) - steps + 1, (np.void, steps * width), rows, strides=(width,))
