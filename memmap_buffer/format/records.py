@@ -1,4 +1,4 @@
-"""The 64-byte record of a slot: its words, its flags, its check. Pure; the format is in `files`."""
+"""The 64-byte record of a slot: its words, its flags, its check. No I/O; `format`, "episodes.npy", specifies it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORD = np.dtype(
         ("check", "<u8"),
     ]
 )
-JOURNAL = 1024  # entries: of so many changes a reader learns which slots they were of
+JOURNAL = 1024  # entries of the journal in state.npy: each names the slot of one change
 STATE = np.dtype(
     [
         *((name, "<u8") for name in ("base", "next", "synced", "changes", "term", "pid", "time", "clean", "suspect")),
@@ -35,11 +35,12 @@ STATE = np.dtype(
     ]
 )
 WORDS = RECORD.itemsize // 8
-# Words; EXTENT: the length, above it the flags and the columns; SHOWN: the first step that is shown, above it the stop.
+# Positions of 8-byte words. EXTENT holds the length in its low half, the flags and `columns` in its high half; SHOWN
+# holds `start` in its low half, `stop` in its high half.
 GENERATION, SERIAL, EXTENT, FIRST_ROW, SHOWN, CHECK = 0, 1, 2, 3, 6, 7
-FLAGS, TIME, START, STOP = 5, 8, 12, 13  # half words; above the flags are the columns
+FLAGS, TIME, START, STOP = 5, 8, 12, 13  # positions of 4-byte halves; that of FLAGS has `columns` in its upper 16 bits
 STATE_WORD = {name: STATE.fields[name][1] // 8 for name in STATE.names or () if STATE.fields}
-# Without names of their own in the header of the file, which older folders have, too.
+# Names for words that the file's header calls unused: so older folders, which never wrote them, have the same header.
 STATE_WORD |= {name: STATE_WORD["unused"] + i for i, name in enumerate(("inode", "device"))}
 
 FINAL, CUT, DELETED, OPEN, TERMINATED, CHECKED, INNER_END = 1, 2, 4, 8, 16, 32, 64
@@ -47,7 +48,7 @@ ALL_FLAGS = FINAL | CUT | DELETED | OPEN | TERMINATED | CHECKED | INNER_END
 MAX_SERIAL = 2**62
 
 _PACKED = struct.Struct("<QQIHHQIIIIIIQ")
-EVERY_SLOT = 2**64 - 1  # an entry of the journal: all may have changed
+EVERY_SLOT = 2**64 - 1  # an entry of the journal: any slot may have changed
 
 _SEED = 0x6D656D6D61706275
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -56,10 +57,10 @@ _LOW, _HALF, _FLAGS = np.uint64(2**32 - 1), np.uint64(32), np.uint64(2**16 - 1)
 _OTHER_FLAGS = np.uint64((2**16 - 1 & ~ALL_FLAGS) << 32)
 _OPEN = np.uint64(OPEN << 32)
 MAX_TERM = 2**32 - 2
-FEW = 8  # records: up to so many are looked at one by one
-KINDS = ("u8", "i8", "i8", "i8", "u8", "u4", "?")  # of the columns of a table
+FEW = 8  # up to so many records are read one by one, as plain numbers
+KINDS = ("u8", "i8", "i8", "i8", "u8", "u4", "?")  # the dtypes of `Columns`
 _WORD = 2**32 - 1
-PART = 8192  # records looked at together: few enough for the processor's cache, enough for the cost of numpy's calls
+PART = 8192  # records that are read together: they fit the processor's cache, and outweigh the cost of numpy's calls
 
 
 def check_of(words: Words) -> Words:
@@ -73,7 +74,7 @@ def check_of(words: Words) -> Words:
 
 
 def _fold(columns: Words, fold: Words, spare: Words) -> Words:
-    """The checks of records (8, n), word by word, into `fold`."""
+    """Compute the checks of records (8, n) into `fold`, word by word; `spare` (n,) is overwritten."""
     fold[:] = _SEED
     for column in columns[:SHOWN]:
         fold ^= column
@@ -98,7 +99,7 @@ def seal(
     stop: int | None = None,
     check: int = 0,
 ) -> bytes:
-    """A record as bytes, its check filled in; `stop` is the length unless another is given."""
+    """The 64 bytes of a record. `stop` None means the length; `check` is ignored, the right one is computed."""
     words = (
         generation,
         serial,
@@ -114,9 +115,12 @@ def seal(
 
 
 class Columns(NamedTuple):
-    """A table of records by column, all (n,); `valid` says which hold an episode (`files`).
+    """A table of records by column, each (n,).
 
-    Attributes: start, length: the steps start … length - 1 are shown; of an open episode more than its record says.
+    Attributes:
+        start, length: the steps start … length - 1 are shown. `length` is the record's word `stop`: for an open episode
+            it may be more than the record's `length`.
+        valid: whether the record is valid by itself (`format`, "episodes.npy"), so that it holds an episode.
     """
 
     generation: Words
@@ -129,7 +133,7 @@ class Columns(NamedTuple):
 
     @classmethod
     def empty(cls, n: int) -> Columns:
-        """Of any content, in one piece of memory: most of that comes in large pages, which cost few faults."""
+        """Columns with any content, in one piece of memory: most of it comes in large pages, which cost few faults."""
         kinds = [np.dtype(kind) for kind in KINDS]
         ends = [n * size for size in accumulate(kind.itemsize for kind in kinds)]
         memory = np.empty(ends[-1], np.uint8)
@@ -139,24 +143,25 @@ class Columns(NamedTuple):
 def columns_of(
     words: Words, max_timesteps: int, rows: int | None, slots: npt.NDArray[np.int64] | None = None
 ) -> Columns:
-    """Copy a table and say which records hold an episode, by themselves: check, generation, bounds; in a packed
-    folder, rows of its own.
+    """Copy records and say which are valid by themselves: by check, generation and bounds, and in a packed folder by
+    rows that no other record has.
 
-    A record is looked at as it was copied, once. In parts that stay in the processor's cache: 10⁶ records take 25 ms.
-    The words of a part are copied one after the other: where a writer goes on meanwhile, no record may be whole.
+    Each record is copied once, and only the copy is looked at. The copying goes by parts that stay in the processor's
+    cache: 10⁶ records take 25 ms. Within a part, word 0 of all records is copied first, then word 1, and so on: beside
+    a writer that goes on, every copy of a part may be half old, half new.
 
     Args:
-        words: (n, 8) uint64, the whole table, or of a grid some records.
+        words: (n, 8) uint64: all records, or some records of a grid.
         max_timesteps: the longest episode allowed.
-        rows: None for a grid, else the rows of a packed folder.
-        slots: (n,) of which slots they are, as a grid's first rows follow from that; None: all of them.
+        rows: None for a grid, else the number of rows of a packed folder.
+        slots: (n,) the slots of the records, which in a grid determine their first rows; None: `words` are all.
     """
     if slots is not None and rows is None and len(slots) <= FEW:
         return _few_columns_of(words, slots, max_timesteps)
     n, size = len(words), min(len(words), PART)
     out, first_row = Columns.empty(n), np.empty(0 if rows is None else n, np.uint64)
     expected = (np.arange(size) if slots is None else slots).astype(np.uint64) * np.uint64(max_timesteps)
-    space = np.empty((WORDS + 2, size), np.uint64)  # nothing is allocated in the loop: the system would clear it anew
+    space = np.empty((WORDS + 2, size), np.uint64)  # once: what the loop allocates, the system would clear each time
     for start in range(0, n, PART):
         here, count = slice(start, start + PART), min(PART, n - start)
         part, spare = space[:WORDS, :count], space[WORDS:, :count]
@@ -174,7 +179,7 @@ def columns_of(
 
 
 def _few_columns_of(words: Words, slots: npt.NDArray[np.int64], max_timesteps: int) -> Columns:
-    """The columns of a few records of a grid, by plain numbers: of two in a fifth of the time."""
+    """The columns of a few records of a grid, by plain numbers: for two records in a fifth of the time."""
     pairs = zip(words.tolist(), slots.tolist(), strict=True)
     rows = [_row_of(record, slot * max_timesteps, max_timesteps) for record, slot in pairs]
     columns = zip(*rows, strict=True) if rows else [()] * len(KINDS)
@@ -192,7 +197,7 @@ def _row_of(words: list[int], first_row: int, max_timesteps: int) -> tuple[int, 
 
 
 def fold_of(words: Sequence[int]) -> int:
-    """The check of one record, of its first words."""
+    """The check of one record, computed from its first six words."""
     fold = _SEED
     for word in words:
         fold = ((fold ^ word) * _MULTIPLIER) & _MASK
@@ -201,11 +206,11 @@ def fold_of(words: Sequence[int]) -> int:
 
 
 def changed_records(words: Words, before: Columns) -> npt.NDArray[np.int64]:
-    """The slots of a grid whose records may say something else than `before`, when they were last read.
+    """The slots of a grid whose records may differ from `before`, the columns that were last read.
 
-    Those with another check, generation or shown steps; no writer changes one and leaves all three. And those that held
-    no episode though something was written there: half of the record may have been an older one's when it was copied,
-    its check and generation the new one's already.
+    They have another check, another generation or other shown steps: no writer changes a record and leaves all three.
+    A slot that was written but not valid in `before` is taken, too: its copy may have been torn, with the check and
+    the generation of the new record and other words of the old one.
     """
     halves = words.view(np.uint32)
     changed = words[:, CHECK] != before.check
@@ -216,12 +221,12 @@ def changed_records(words: Words, before: Columns) -> npt.NDArray[np.int64]:
 
 
 def valid(words: Words, max_timesteps: int, rows: int | None) -> npt.NDArray[np.bool_]:
-    """Whether each record holds an episode, (n,); see `columns_of`."""
+    """(n,) whether each record is valid; see `columns_of`."""
     return columns_of(words, max_timesteps, rows).valid
 
 
 def _put(out: Columns, here: slice, part: Words, spare: Words) -> None:
-    """Records (8, n) by column, and which are whole."""
+    """Put records (8, n) into the columns; `valid` becomes whether the check is right."""
     for column, word in ((out.generation, GENERATION), (out.serial, SERIAL), (out.check, CHECK)):
         column[here] = part[word].view(column.dtype)
     np.bitwise_and(part[SHOWN], _LOW, out=out.start[here].view(np.uint64))
@@ -231,7 +236,7 @@ def _put(out: Columns, here: slice, part: Words, spare: Words) -> None:
 
 
 def _limit(out: Columns, here: slice, part: Words, spare: Words, first_row: Words, max_timesteps: int) -> None:
-    """Records in bounds stay valid: no bit that may not be set, a generation, a length, the first row, the steps."""
+    """Void records out of bounds: a bit that may not be set, or a generation, length, first row or shown steps."""
     generation, good, (bits, more) = part[GENERATION], out.valid[here], spare
     np.bitwise_or(generation, part[SERIAL], out=bits)
     bits >>= np.uint64(MAX_SERIAL.bit_length() - 1)
@@ -250,7 +255,7 @@ def _limit(out: Columns, here: slice, part: Words, spare: Words, first_row: Word
 
 
 def _keep_apart(out: Columns, first_row: Words, rows: int) -> None:
-    """Void those of a packed folder whose rows lie behind the last one, or are another's too."""
+    """Void records of a packed folder whose rows lie behind the last row, or belong to another record, too."""
     length = out.length.astype(np.uint64)
     out.valid[:] &= (first_row <= rows) & (first_row + length <= rows)
     chosen = np.flatnonzero(out.valid)
@@ -258,7 +263,7 @@ def _keep_apart(out: Columns, first_row: Words, rows: int) -> None:
 
 
 def _disjoint(first: Words, length: Words) -> npt.NDArray[np.bool_]:
-    """Whether each stretch of rows shares none with another; of two that do, nobody could tell whose the rows are."""
+    """(n,) whether the rows of a record are its own alone; where two share rows, nobody can tell whose they are."""
     order = np.argsort(first)
     start, stop = first[order], (first + length)[order]
     apart = np.ones(len(order), np.bool_)
