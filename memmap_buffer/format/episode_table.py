@@ -20,13 +20,12 @@ class EpisodeTable:
     """The records at one moment, by slot, and the visible slots in the order of their serials.
 
     Attributes:
-        changes: this word of the state before the records were read.
-        base: likewise.
-        generation: (slots,) of the records, as serial, check and flags.
-        start: (slots,) the first step that is shown: a ring has forgotten those before it.
-        length: (slots,) the steps up to this one are shown.
+        changes, base: these words of state.npy, as they were before the records were read.
+        generation, serial, check, flags: (slots,) these words of the records.
+        start: (slots,) the first step that is shown: a ring has forgotten the steps before it.
+        length: (slots,) the word `stop` of the records: the steps start … length - 1 are shown.
         valid: (slots,) whether the slot holds an episode, visible or not.
-        visible: (episodes,) slots, oldest first.
+        visible: (episodes,) the slots of the visible episodes, oldest first.
     """
 
     changes: int
@@ -44,13 +43,13 @@ class EpisodeTable:
         return len(self.visible)
 
     def shows(self, slots: IntArray, serials: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether each slot holds the visible episode of that serial."""
-        there = slots < len(self.serial)  # it may be the table of a smaller folder than that which they were found in
+        """Whether each slot holds the visible episode of the serial beside it."""
+        there = slots < len(self.serial)  # the slots may be of a larger folder than this table
         slots = np.where(there, slots, 0)
         return np.asarray(there & (self.serial[slots] == serials) & self.shown[slots])
 
     def of(self, column: npt.NDArray[Any], slots: IntArray) -> npt.NDArray[Any]:
-        """A column at some slots; no copy where these are all the visible ones, and successive."""
+        """The values of a column at `slots`; a view, no copy, if these are `visible` and follow one another."""
         if slots is self.visible and self._successive:
             return column[slots[0] : slots[-1] + 1]
         return column.take(slots)
@@ -69,34 +68,34 @@ class EpisodeTable:
 
     @cached_property
     def served(self) -> Words:
-        """(slots,) the check that the record of a visible episode has; for other slots one that theirs has not."""
+        """(slots,) the check of each visible episode's record; for other slots a value that their check is not."""
         return np.where(self.shown, self.check, ~self.check)
 
     @property
     def columns(self) -> Columns:
-        """The values that the records had, by slot."""
+        """The columns of the records, by slot."""
         return Columns(self.generation, self.serial, self.start, self.length, self.check, self.flags, self.valid)
 
     @cached_property
     def whole(self) -> IntArray:
-        """The visible slots of which every step is shown, oldest first."""
+        """The visible slots whose episodes show every step, oldest first."""
         trimmed = self.of(self.start, self.visible) > 0
         return self.visible[~trimmed] if trimmed.any() else self.visible
 
     def locate(self, slots: IntArray, steps: IntArray) -> tuple[IntArray, IntArray]:
-        """(the slot, the timestep) of each step, counted through the episodes of some slots from their step 0 on."""
+        """(slot, timestep) of each of `steps`: numbers that count through the episodes of `slots`, each from step 0."""
         stops = np.cumsum(self.length[slots], dtype=np.int64)
         episode = np.searchsorted(stops, steps, side="right")
         return slots[episode], steps - (stops - self.length[slots])[episode]
 
     @cached_property
     def steps(self) -> int:
-        """Visible timesteps."""
+        """The number of visible timesteps."""
         return int(self.of(self.length, self.visible).sum() - self.of(self.start, self.visible).sum())
 
 
 def visible_slots(columns: Columns, base: int, layout: Layout) -> tuple[IntArray, IntArray]:
-    """(the slots of the episodes that are visible, oldest first; serials that stand in two slots, which are not).
+    """(slots of the visible episodes, oldest first; serials that stand in two slots, whose episodes are not visible).
 
     See `format`, "episodes.npy".
     """
@@ -109,10 +108,10 @@ def visible_slots(columns: Columns, base: int, layout: Layout) -> tuple[IntArray
 
 
 def _by_serial(slots: IntArray, serial: IntArray) -> tuple[IntArray, IntArray]:
-    """Ascending slots in the order of their serials, without those whose serial stands in two slots; these serials."""
+    """(the ascending `slots` sorted by serial, without those whose serial stands in two slots; those serials)."""
     successive = len(slots) and slots[-1] - slots[0] == len(slots) - 1
     serials = serial[slots[0] : slots[-1] + 1] if successive else serial.take(slots)
-    if (serials[1:] > serials[:-1]).all():  # as long as no slot was written twice
+    if (serials[1:] > serials[:-1]).all():  # so it is until a slot is used again
         return slots, slots[:0]
     order = np.argsort(serials, kind="stable")
     slots, serials = slots.take(order), serials.take(order)

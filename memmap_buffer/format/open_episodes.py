@@ -1,7 +1,8 @@
-"""`OpenEpisodes`: the episodes of one folder that are open, as long as somebody holds them. No I/O.
+"""`OpenEpisodes`: the open episodes of one folder, by weak references. No I/O.
 
-To begin an episode, or to end one, takes as long however many there are: those that may have been left in the middle of
-their end are watched apart, and an episode that nobody holds any more takes itself out.
+To begin or to end an episode takes the same time however many are open. So episodes whose block may have been left
+without running through its end are kept in a dict of their own (`watched`), and an episode that is collected removes
+itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from weakref import ref
 
 
 class OpenEpisodes:
-    """Open episodes, in the order in which they were begun; `len` is how many there are at most."""
+    """Open episodes, in the order in which they were begun; `len` may count some that are over.
+
+    Attributes: watched: weak references to the episodes whose block may be left from now on (`Episode.was_left`).
+    """
 
     def __init__(self) -> None:
         self._every: dict[ref[Any], None] = {}
@@ -22,39 +26,39 @@ class OpenEpisodes:
         return len(self._every)
 
     def __iter__(self) -> Iterator[Any]:
-        """The episodes whose block was not left."""
+        """The open episodes whose block was not left."""
         return iter([episode for episode in self.every() if not episode.was_left])
 
     def every(self) -> list[Any]:
-        """All of them."""
+        """All open episodes, also those whose block was left."""
         return self._open(self._every)
 
     def add(self, episode: Any, *, watched: bool = False) -> None:
-        """Know of one more, which may be left already if it is to be watched."""
+        """Add an episode, and watch it if its block may be left, or was left already."""
         reference = ref(episode, self.remove)
         if watched:
             self.watched[reference] = None
         self._every[reference] = None
 
     def remove(self, reference: ref[Any]) -> None:
-        """The episode of a reference is over, or another folder's, or nobody holds it any more."""
+        """Remove an episode: it is over, or belongs to another folder now, or was collected."""
         self._every.pop(reference, None)
         self.watched.pop(reference, None)
 
     def watch(self, episode: Any) -> None:
-        """An episode may be left from now on: it has a block, or nobody has it yet."""
+        """Watch an episode, which may be left from now on: it has a block, or its caller has not got it yet."""
         self.watched[ref(episode, self.remove)] = None
 
     def trust(self, episode: Any) -> None:
-        """An episode can be left no more."""
+        """Stop watching an episode: its block ended, so it cannot be left any more."""
         self.watched.pop(ref(episode), None)
 
     def abandoned(self) -> list[Any]:
-        """The episodes whose block was left, which are some of the `watched`."""
+        """The open episodes whose block was left. Only `watched` ones can be among them."""
         return [episode for episode in self._open(self.watched) if episode.was_left]
 
     def _open(self, episodes: dict[ref[Any], None]) -> list[Any]:
-        """The ones that are open here; whatever an interruption left that is over, or another's, is gone then."""
+        """The episodes that are open in this folder; removes others, which an interruption may have left here."""
         living = [episode for each in list(episodes) if (episode := each()) is not None]
         for episode in living:
             if episode.state != "open" or episode.writer.lock.episodes is not self:
