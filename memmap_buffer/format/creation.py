@@ -1,4 +1,6 @@
-"""Making a buffer's files, and removing them: absent or complete, wherever it ends."""
+"""The creation, the change of schema and the removal of a buffer: interrupted or killed anywhere, each leaves either a
+whole buffer or remains that the next writer discards.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from memmap_buffer.format.records import STATE_WORD
 from memmap_buffer.format.syscalls import CAN_RESERVE, write_word
 
 LEFT_BEHIND = ("schema.json.new", "schema.json.old")
-RESERVED = ("/episodes", "/state")  # files whose every entry readers look at, which kills at a hole of a full tmpfs
+RESERVED = ("/episodes", "/state")  # readers look at every entry of these: a hole in a full tmpfs would kill them
 log = logging.getLogger("memmap_buffer")
 
 
 def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:
-    """Make a new, empty buffer in a folder whose lock is held. Killed anywhere, it leaves none.
+    """Make a new, empty buffer in a folder whose lock is held. Killed before its end, it leaves no buffer.
 
     Args: reserve: take the disk space of every file now, so that no episode ever meets a full disk.
-    Raises: CorruptBufferError: a file of another is in the way. SchemaError: too large for the file system. OSError.
+    Raises: CorruptBufferError: a file that is not ours is in the way. SchemaError: too large for the file system.
+        OSError.
     """
     with creating(folder, layout, reserve):
         if reserve:
@@ -34,15 +37,15 @@ def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:
 def creating(
     folder: Folder, layout: Layout, reserve: bool = False, only: Collection[str] | None = None
 ) -> Iterator[None]:
-    """The files of a new buffer, there to be filled in the block; it is a buffer only when the block has ended.
+    """Make the files of a buffer, to be filled in the block; they are part of a buffer only when the block has ended.
 
-    Args: only: the keys of the files that are new, where the folder holds a buffer already.
+    Args: only: the keys of the files to make, where the folder holds a buffer already; None: all.
     """
     discard_unfinished(folder)
     made = {key: array for key, array in layout.arrays.items() if only is None or key in only}
     arrays = list(made.values())
     folder.require_free(array.name for array in arrays)
-    # `pack` makes files of blobs with room for timesteps that do not shrink, and cuts them in the end
+    # `pack` makes its files of blobs too large, with room for timesteps that do not shrink, and cuts them in the end.
     sure = [key for key in made if layout.rows is None or not key.endswith(BLOBS)]
     total, free = sum(map(layout.grown_bytes, sure)), folder.free_bytes()
     if total > free and not reserve:
@@ -61,13 +64,13 @@ def creating(
         folder.sync_folders(*{array.name.rpartition("/")[0] for array in arrays})
         folder.rename("schema.json.new", "schema.json")
     except BaseException:
-        discard_unfinished(folder, mine)  # nothing, once it was renamed
+        discard_unfinished(folder, mine)  # removes nothing once the schema was renamed
         raise
 
 
 @contextmanager
 def _claimed(mine: set[str], name: str) -> Iterator[None]:
-    """A file is made in the block; it is not ours where that failed as there is one, by who does not heed the lock."""
+    """Note in `mine` a file that the block makes, but not one that is there already, by a program without the lock."""
     mine.add(name)
     try:
         yield
@@ -77,10 +80,10 @@ def _claimed(mine: set[str], name: str) -> Iterator[None]:
 
 
 def replace(folder: Folder, old: Layout, new: Layout, links: Mapping[str, str] | None = None) -> None:
-    """Another schema in the place of a buffer's; what only the old one names goes.
+    """Replace the schema of a buffer, and remove the files that only the old schema names.
 
-    Args: links: file -> its other name, by which only the new one knows it.
-    Raises: OSError: there are no second links to files. CorruptBufferError: a file of another is in the way.
+    Args: links: name of a file in the old schema -> its name in the new one: a second link to the file.
+    Raises: OSError: the file system has no such links. CorruptBufferError: a file that is not ours is in the way.
     """
     discard_unfinished(folder)
     kept = {array.name for array in old.arrays.values()}
@@ -103,9 +106,9 @@ def replace(folder: Folder, old: Layout, new: Layout, links: Mapping[str, str] |
 
 
 def discard_unfinished(folder: Folder, only: Collection[str] | None = None) -> None:
-    """Remove what only a `schema.json.new` or `.old` names: what a creation or a change of the schema left behind.
+    """Remove the files that only `schema.json.new` or `.old` names: the remains of a creation or change of schema.
 
-    Args: only: the files of these that may be removed; default: all.
+    Args: only: the names of files that may be removed; None: any.
     """
     for name in LEFT_BEHIND:
         with suppress(FileNotFoundError):
@@ -117,20 +120,20 @@ def _discard(folder: Folder, schema: str, only: Collection[str] | None) -> None:
     gone = {name for name in _listed(folder, schema) - kept if only is None or name in only}
     for name in gone:
         folder.unlink(name, missing_ok=True)
-    # Not before the files are gone for good: without it nobody could tell whose they are.
+    # The files must be gone for good before their schema goes: without it nobody could tell whose they are.
     for sub in {name.rpartition("/")[0] for name in gone}:
-        with suppress(FileNotFoundError, CorruptBufferError):  # it was never made, or is not ours
+        with suppress(FileNotFoundError, CorruptBufferError):  # the subfolder was never made, or is not ours
             folder.sync_folders(sub)
     folder.unlink(schema)
 
 
 def is_unfinished(folder: Folder) -> bool:
-    """Whether a folder whose lock is held has nothing but what a kill left of a buffer to record to."""
+    """Whether a folder whose lock is held contains only the remains of a killed creation of a buffer to record to."""
     new, names = LEFT_BEHIND[0], {".lock", LEFT_BEHIND[0]}
     if folder.exists("schema.json"):
         return False
     if folder.exists(new) and (layout := _layout(folder, new)) is not None:
-        if not layout.writable:  # a copy goes on where it was interrupted
+        if not layout.writable:  # a packed copy that was interrupted: who calls again goes on with it
             return False
         names |= _files(layout)
     paths = (path for path in folder.path.rglob("*") if path.is_symlink() or not path.is_dir())
@@ -138,13 +141,13 @@ def is_unfinished(folder: Folder) -> bool:
 
 
 def remove(folder: Folder) -> None:
-    """Remove a buffer whose lock is held: it becomes one that was never finished, and is discarded as such."""
-    _listed(folder, "schema.json")  # refuse one that tells of no files
+    """Remove a buffer whose lock is held: it becomes a creation that was not finished, and is discarded as such."""
+    _listed(folder, "schema.json")  # raises before anything is removed, if the schema does not tell the files
     discard_unfinished(folder)
     for name in (UPDATE, f"{UPDATE}.bad"):
         folder.unlink(name, missing_ok=True)
     for name in folder.list("priority"):
-        if name.endswith(".head.npy"):  # it names serials, which begin anew
+        if name.endswith(".head.npy"):  # it names serials, which the next buffer counts from 0 again
             folder.unlink(f"priority/{name}")
     folder.rename("schema.json", "schema.json.new")
     discard_unfinished(folder)
@@ -160,11 +163,11 @@ def _files(layout: Layout) -> set[str]:
 
 
 def _layout(folder: Folder, name: str) -> Layout | None:
-    """The layout that a schema tells; None of one that a power cut tore."""
+    """The layout that a schema file describes; None of a `.new` or `.old` one that a power cut tore."""
     data = folder.read(name, MAX_SCHEMA_BYTES)
     try:
         return Layout.from_json(data, name)
     except (CorruptBufferError, SchemaError):
         if name in LEFT_BEHIND and Layout.may_be_torn(data):
-            return None  # it is complete on the disk before the first file is made
+            return None  # no file was made by it: the schema is complete on the disk before the first one
         raise

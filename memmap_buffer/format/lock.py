@@ -1,7 +1,8 @@
-"""Who may write: the folder's lock, the term that fences a broken one, and the guards against fork and poison.
+"""The right to write to a folder: its lock, the term that fences a writer whose lock failed, guards against fork and
+poison.
 
-One object per process and folder holds the lock; a newer one takes it over unless an episode is open. The threads of a
-process take turns, whichever object of the folder they write with. Nothing here touches episodes.
+One object per process and folder holds the lock; a newer object takes it over unless an episode is open. The threads of
+a process take turns, whichever object of the folder they write with. Nothing here reads or writes episodes.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from memmap_buffer.format.syscalls import process_id, renew_after_fork
 
 LOOK_SECONDS = 0.05  # how often `glance` looks whether the folder is still at its path
 _TERM = STATE_WORD["term"]
-ATTEMPTS = 50  # to take a lock that this process seems to have
+ATTEMPTS = 50  # to take a lock that this process itself seems to hold, see `WriterLock._take`
 
 
 class Turn:
     """A re-entrant lock between threads, which a forked child finds free whoever held it in the parent.
 
     Attributes:
-        lock: to be taken by `with`: the lock itself, as an interruption within an `__enter__` of ours would keep it.
+        lock: taken by `with turn.lock`. It is the lock itself: Ctrl-C in an `__enter__` of ours would leave it held.
     """
 
     def __init__(self) -> None:
@@ -38,15 +39,15 @@ class Turn:
         renew_after_fork(self)
 
     def renew(self) -> None:
-        """In a forked child: another thread may have been in its turn."""
+        """In a forked child: begin with a free lock, as another thread of the parent may have held it."""
         self.lock: Any = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Turn, ()
 
 
-# Which object of this process holds which folder. It must be known across objects: a second lock on the same file
-# would wait for the first for ever (flock belongs to the open file, not to the process).
+# Which object of this process holds which folder. All objects must know it: flock belongs to the open file, not to the
+# process, so a second object that locks the same file is refused like another process.
 _holders: weakref.WeakValueDictionary[tuple[int, int], WriterLock] = weakref.WeakValueDictionary()
 _turns: weakref.WeakValueDictionary[tuple[int, int], Turn] = weakref.WeakValueDictionary()
 _finding = Turn()
@@ -62,9 +63,12 @@ _REMEDY = {
 
 
 class WriterLock:
-    """The right to write to one folder, which is held as long as this has its lock.
+    """The right of one object to write to one folder.
 
-    Attributes: episodes: that are open; as long as there are some, no other object of the process takes it over.
+    Attributes:
+        episodes: the open episodes; as long as there are some, no other object of the process takes the lock over.
+        term: the term of this writer, to be compared with the one in state.npy.
+        lost: why this object may not write any more, a key of `_REMEDY`; "" while it may.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -78,13 +82,13 @@ class WriterLock:
         renew_after_fork(self)
 
     def renew(self) -> None:
-        """In a forked child: the next `glance` looks, and finds that it may not write."""
+        """In a forked child: have the next `glance` check everything, and so find that it may not write here."""
         self._looked = -math.inf
         vars(self).pop("turn", None)
 
     @cached_property
     def turn(self) -> Any:
-        """To be held, by `with`, while anything is written: whatever object of this process writes to the folder."""
+        """The lock between threads, to be held by `with` for every write: all objects of the folder share it."""
         with _finding.lock:
             if self._turn is None:
                 self._turn = self._found_turn()
@@ -93,7 +97,7 @@ class WriterLock:
     def _found_turn(self) -> Turn:
         try:
             key = self._folder.lock_key()
-        except (FileNotFoundError, NotADirectoryError):  # removed: nobody else writes to what is not there
+        except (FileNotFoundError, NotADirectoryError):  # the folder was removed: nobody else writes to it
             return Turn()
         turn = _turns.get(key)
         if turn is None:
@@ -113,8 +117,8 @@ class WriterLock:
     def acquire(self) -> None:
         """Take the lock, from an older object of this process if need be.
 
-        Raises: BufferLockedError: another process holds it, or an object of this one with an episode open that it can
-            still publish.
+        Raises: BufferLockedError: another process holds it, or another object of this process that has an episode open
+            and may still publish it.
         """
         if self.held:
             return
@@ -129,7 +133,7 @@ class WriterLock:
             raise
 
     def _taken_over(self) -> Any:
-        """The lock of an older object of this process, None where none has it."""
+        """The lock, taken over from an older object of this process; None where none holds it."""
         holder = _holders.get(self._folder.lock_key())
         if holder is None or not holder.held or holder._pid != process_id():
             return None
@@ -151,7 +155,8 @@ class WriterLock:
                 refused = _with_holder(error, self._folder)
             if refused.named.get("pid") != process_id():
                 break
-            # Another thread collects an object that had it: the weak references to that go before its lock.
+            # This process holds it, but no object does: another thread is collecting the object that did, whose weak
+            # references end before its lock.
             time.sleep(0.002)
         raise refused
 
@@ -167,7 +172,7 @@ class WriterLock:
             self._fail("fenced")
 
     def glance(self, storage: Storage) -> None:
-        """A `check` that may come many times a second: the path is looked at now and then."""
+        """Do what `check` does, but look at the path only every `LOOK_SECONDS`: for many calls a second."""
         now = time.monotonic()
         unsure = now - self._looked > LOOK_SECONDS or self._lock is None or self.lost
         if unsure or storage.maps.state.item(_TERM) != self.term:
@@ -175,7 +180,7 @@ class WriterLock:
             self._looked = now
 
     def require_place(self, storage: Storage) -> None:
-        """Raise WriterLostError where another folder than the one that was opened, or none, stands at the path."""
+        """Raise WriterLostError unless the folder that was opened still stands at its path."""
         if not storage.in_place:
             self.lost = "moved"
             self._fail("moved")
@@ -189,7 +194,7 @@ class WriterLock:
         self.lost = "poisoned"
 
     def release(self) -> None:
-        """Let go; twice is fine, and in a forked child it does nothing."""
+        """Let go of the lock; twice is fine, and in a forked child the parent keeps it."""
         try:
             self._let_go()
         except BaseException:
@@ -207,7 +212,7 @@ class WriterLock:
 
 
 def _with_holder(error: BufferLockedError, folder: Folder) -> BufferLockedError:
-    """The error with the holder named, as far as the folder tells."""
+    """The error, with the name of the writer that holds the lock, as far as state.npy tells."""
     if not folder.exists("schema.json"):
         return error
     storage = Storage(folder)
