@@ -1,4 +1,6 @@
-"""The files of one folder: opened by name relative to it, never through a link, and exactly as the schema says."""
+"""Access to the files of one folder: each is opened by its name relative to the folder, never through a link, and an
+array file only if it has exactly the header and size that the schema says.
+"""
 
 from __future__ import annotations
 
@@ -44,21 +46,21 @@ _TOO_MANY = {
 }
 MAY_NOT = (errno.EACCES, errno.EPERM, errno.EROFS)
 NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO, errno.EISDIR)
-PUBLISHED = "published"  # the folder in a root that a recorder moves shards to which are in a store
+PUBLISHED = "published"  # the folder in a root to which a recorder moves shards that it has published to a store
 PUBLISHED_HINT = (
     "it was published, and moved to {}; read the root by the URL that its recorder publishes to: "
     "ConcatBuffer.from_root(url)"
 )
-UPDATE = ".redo"  # there as long as an update is being carried out, see `writing.redo`
-MIRROR = "mirror/blocks.npy"  # which blocks of a folder at a URL are in its local copy, see `remote.blocks`
-# What `publish` leaves in a folder, see `remote.layout`, and what reads that.
+UPDATE = ".redo"  # the file that is there while an update is being carried out, see `writing.redo`
+MIRROR = "mirror/blocks.npy"  # marks a mirror: it tells which blocks are there, see `remote.blocks`
+# Files of a folder that `publish` wrote to (see `remote.layout`) -> the function that reads such a folder.
 _PUBLISHED_HERE = {"root.json": "ConcatBuffer.from_root", "shard.json": "ReplayBuffer.from_folder"}
-ASKED_BYTES = 128 << 10  # Linux reads no more for one MADV_WILLNEED than its readahead window, and this by default
+ASKED_BYTES = 128 << 10  # Linux's default readahead window: it reads no more than that for one MADV_WILLNEED
 
 
 @contextmanager
 def closing(fd: int) -> Iterator[int]:
-    """A descriptor, closed at the end of the block."""
+    """Close a descriptor at the end of the block."""
     try:
         yield fd
     finally:
@@ -68,26 +70,26 @@ def closing(fd: int) -> Iterator[int]:
 class Folder:
     """The files of one folder, opened by name relative to it, never through a link.
 
-    Who only reads looks the path up each time. Who writes holds the folder: all its work then goes through one
-    descriptor, so that it never reaches what another put in the folder's place.
+    A reader looks the path up at each call. A writer holds the folder: all calls then go through one descriptor, so
+    they never reach another folder that was put in its place.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._place = path if path.is_absolute() else Path.cwd() / path  # the process may change its own meanwhile
+        self._place = path if path.is_absolute() else Path.cwd() / path  # the process may change its folder later
         self._descriptor: Descriptor | None = None
 
     def hold(self) -> None:
-        """From now on be the folder that stands at the path now; twice is fine. Raises FileNotFoundError."""
+        """Keep to the folder that stands at the path now, until `let_go`; twice is fine. Raises FileNotFoundError."""
         self._descriptor = self._descriptor or Descriptor(self._place)
 
     def let_go(self) -> None:
-        """Be what stands at the path again, whatever that is."""
+        """Look the path up at each call again, whatever stands there."""
         self._descriptor = None
 
     @contextmanager
     def held(self) -> Iterator[Folder]:
-        """A folder that stays one and the same for all that is done in the block."""
+        """A `Folder` of the same path that is held until the end of the block."""
         folder = Folder(self.path)
         folder._place, folder._descriptor = self._place, self._descriptor
         folder.hold()
@@ -98,7 +100,7 @@ class Folder:
 
     @property
     def in_place(self) -> bool:
-        """Whether the folder that is held, if one is, stands at its path still."""
+        """Whether the folder that is held still stands at its path; True where none is held."""
         descriptor = self._descriptor
         try:
             return descriptor is None or descriptor.key == identity(os.stat(self._place))
@@ -107,7 +109,7 @@ class Folder:
 
     @contextmanager
     def _changing(self, sub: str, create: bool = False) -> Iterator[int]:
-        """As `_directory`, to change what is in it. Raises WriterLostError."""
+        """A descriptor as `_directory` gives it, to make changes in. Raises WriterLostError: see `in_place`."""
         self._require_in_place()
         with self._directory(sub, create) as directory:
             yield directory
@@ -120,7 +122,7 @@ class Folder:
 
     @contextmanager
     def _directory(self, sub: str, create: bool = False) -> Iterator[int]:
-        descriptor = self._descriptor  # open for as long as somebody refers to it
+        descriptor = self._descriptor  # this reference keeps it open, should another thread let go of the folder
         root = os.open(self._place, FOLDER) if descriptor is None else descriptor.fd
         try:
             if not sub:
@@ -164,7 +166,7 @@ class Folder:
         return f"{self.path / name} {what}; restore it from a copy, or look at the folder with `verify`"
 
     def _checked(self, name: str, flags: int, header: bytes, size: int) -> int:
-        """Open an array file whose size and header are exactly what the schema says."""
+        """Open an array file. Raises CorruptBufferError: it is missing, or has another size or header than given."""
         try:
             fd = self._open(name, flags)
         except FileNotFoundError:
@@ -192,9 +194,9 @@ class Folder:
         return np.frombuffer(mapped, dtype, count, len(header)).reshape(shape)
 
     def map_to_change(self, name: str, header: bytes, size: int, *, shared: bool) -> tuple[int, mmap.mmap]:
-        """A descriptor, which the caller closes, and a map of a whole file; stores reach it only where `shared`.
+        """A descriptor, which the caller closes, and a map of a whole file; stores reach the file only if `shared`.
 
-        A store into a shared map kills where the block under it is not allocated and the disk is full (SIGBUS).
+        A store into a shared map kills the process (SIGBUS) if its block is not allocated and the disk is full.
         """
         fd = self._checked(name, os.O_RDWR, header, size)
         try:
@@ -207,7 +209,7 @@ class Folder:
         return fd, mapped
 
     def map_shared(self, name: str, header: bytes, size: int) -> memoryview:
-        """A map of a whole file, without a descriptor, whose stores reach it; as `map_to_change` they may kill."""
+        """A shared map of a whole file, without a descriptor; stores may kill the process, see `map_to_change`."""
         with closing(self._checked(name, os.O_RDWR, header, size)) as fd:
             return syscalls.map_to_change(fd, size)
 
@@ -216,16 +218,16 @@ class Folder:
         return self._checked(name, os.O_RDONLY, header, size)
 
     def forget(self, name: str, header: bytes, size: int, ranges: Iterable[tuple[int, int]]) -> None:
-        """Drop the pages of bytes (first, stop) from the system's cache, where nobody uses them."""
+        """Drop the pages of byte ranges (first, stop) from the system's cache, unless somebody uses them."""
         with closing(self._checked(name, os.O_RDONLY, header, size)) as fd:
             for first, stop in ranges:
                 syscalls.forget(fd, *_pages(first, stop))
 
     @contextmanager
     def changing(self, name: str, size: int | None = None) -> Iterator[int]:
-        """A descriptor for `write_all` of a file that is there, closed at the end of the block.
+        """A descriptor for `write_all` of an existing file, closed at the end of the block.
 
-        Raises: CorruptBufferError: it has another size than this.
+        Raises: CorruptBufferError: the file has another size than `size`.
         """
         with closing(self._open(name, os.O_RDWR)) as fd:
             if size is not None and os.fstat(fd).st_size != size:
@@ -233,14 +235,14 @@ class Folder:
             yield fd
 
     def punch(self, name: str, start: int, stop: int) -> None:
-        """Give the space of some bytes of an array file back, but for that of its header."""
+        """Give back the space of an array file from `start` to `stop`, but never its first page, with the header."""
         with self.changing(name) as fd:
             start, stop = max(start, mmap.PAGESIZE), -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
-            syscalls.punch(fd, start, stop, mmap.PAGESIZE)  # so that files of less than a block are given back, too
+            syscalls.punch(fd, start, stop, mmap.PAGESIZE)  # by pages: also files smaller than `BLOCK` give space back
 
     @contextmanager
     def writing(self, name: str, header: bytes, size: int) -> Iterator[int]:
-        """A descriptor for `write_all`, on the disk and closed at the end of the block."""
+        """A descriptor for `write_all`; at the end of the block all is on the disk, and the descriptor closed."""
         with closing(self.open_to_write(name, header, size)) as fd:
             yield fd
             barrier(fd)
@@ -251,9 +253,9 @@ class Folder:
         return self._checked(name, os.O_RDWR, header, size)
 
     def create_array(self, name: str, header: bytes, size: int, reserve: bool = False) -> None:
-        """A new file of zeros behind its header, sparse unless its space is reserved; where that fails there is none.
+        """Create an array file of zeros, sparse unless its space is reserved; after an error there is no such file.
 
-        Raises: SchemaError where the file system cannot hold it; OSError (ENOSPC) where `reserve` finds no space.
+        Raises: SchemaError: the file system cannot hold it. OSError (ENOSPC): `reserve` finds no space.
         """
         with self._making(name) as (fd, _):
             try:
@@ -272,7 +274,7 @@ class Folder:
 
     @contextmanager
     def _making(self, name: str) -> Iterator[tuple[int, int]]:
-        """A new file and the folder that it is in, open in the block; where that fails there is no such file."""
+        """Create a file; (its descriptor, its folder's), both open in the block. After an error there is no file."""
         sub, _, base = name.rpartition("/")
         with self._changing(sub, create=True) as directory:
             try:
@@ -296,7 +298,7 @@ class Folder:
             barrier(fd)
 
     def read(self, name: str, limit: int) -> bytes:
-        """A small file whole. Raises FileNotFoundError, or CorruptBufferError beyond `limit` bytes."""
+        """The content of a small file. Raises FileNotFoundError; CorruptBufferError: it has more than `limit` bytes."""
         with self.reading(name) as (fd, size):
             if size > limit:
                 raise CorruptBufferError(
@@ -311,7 +313,7 @@ class Folder:
             yield fd, os.fstat(fd).st_size
 
     def write_new(self, name: str, *parts: bytes, sync: bool) -> None:
-        """A new file of these bytes, whole and, with `sync`, on the disk; where that fails there is none."""
+        """Write `parts` to a new file; with `sync` it is on the disk at return. After an error there is no file."""
         with self._making(name) as (fd, directory):
             offset = 0
             for data in parts:
@@ -322,7 +324,7 @@ class Folder:
                 syscalls.system.sync_folder(directory)
 
     def rename(self, old: str, new: str) -> None:
-        """Replace `new` by `old`; on the disk when this returns, where both are in the same folder."""
+        """Rename a file, replacing one of the new name; on the disk at return, if both names are in one subfolder."""
         sub = old.rpartition("/")[0]
         one_folder = sub == new.rpartition("/")[0]
         skip = len(sub) + 1 if one_folder and sub else 0
@@ -334,7 +336,7 @@ class Folder:
             syscalls.system.sync_folder(directory)
 
     def link(self, old: str, new: str) -> None:
-        """A second name for a file, in the same subfolder; on the disk when this returns."""
+        """Give a file a second name in the same subfolder; on the disk when this returns."""
         sub, _, base = old.rpartition("/")
         with self._changing(sub) as directory:
             try:
@@ -353,18 +355,18 @@ class Folder:
         try:
             with self._changing(sub) as directory:
                 syscalls.system.unlink(base, directory)
-        except (FileNotFoundError, IsADirectoryError, CorruptBufferError):  # no such file, or what we did not make
+        except (FileNotFoundError, IsADirectoryError, CorruptBufferError):  # no such file, or none that we made
             if not missing_ok:
                 raise
 
     def free_bytes(self) -> int:
-        """The bytes that the file system still has for this user."""
+        """The bytes that this user can still write to the file system."""
         descriptor = self._descriptor
         status = os.statvfs(self._place if descriptor is None else descriptor.fd)
         return status.f_bavail * status.f_frsize
 
     def list(self, sub: str) -> list[str]:
-        """The plain files of a subfolder, by name, but for what is not finished yet; none where there is no folder."""
+        """The plain files of a subfolder, sorted by name, without unfinished ones (`.new`); [] without the folder."""
         try:
             with self._directory(sub) as directory:
                 files = [entry.name for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False)]
@@ -373,7 +375,7 @@ class Folder:
             return []
 
     def copy_file(self, name: str, target: Folder, new: str = "") -> None:
-        """Copy a file by its bytes into a folder where no such file exists yet; where that fails there is none."""
+        """Copy the bytes of a file into `target`, where it must not exist yet; after an error there is no copy."""
         with self.reading(name) as (source, size), target._making(new or name) as (fd, _):
             syscalls.system.truncate(fd, size)
             copy_range(source, fd, 0, size)
@@ -393,11 +395,11 @@ class Folder:
         return True
 
     def alone(self, name: str) -> bool:
-        """Whether nothing stands under a name, or a file that has no other."""
+        """Whether there is no file of this name, or one that has no other name (hard link)."""
         return not self.exists(name) or self._lstat(name).st_nlink == 1
 
     def require_free(self, names: Iterable[str]) -> None:
-        """Raise CorruptBufferError where something stands under one of these names."""
+        """Raise CorruptBufferError if a file of one of these names exists."""
         for name in names:
             if self.exists(name):
                 raise self._in_the_way(name)
@@ -418,7 +420,7 @@ class Folder:
             )
 
     def _why_no_folder(self) -> str:
-        """The text of an error about a path that is no folder: what stands there, and what to do."""
+        """The end of an error text about a path that is no folder: what stands there, and what to do."""
         if self._place.exists():
             remedy = f"give {self.path.parent}" if self.path.name == "schema.json" else "check the path"
             return f" is a file, and a buffer is a folder; {remedy}"
@@ -426,7 +428,7 @@ class Folder:
         return f": there is no such folder; {PUBLISHED_HINT.format(moved) if moved.is_dir() else 'check the path'}"
 
     def _what_it_is(self) -> str:
-        """The text of an error about a folder that holds no buffer: what it is, and what to do."""
+        """The end of an error text about a folder that holds no buffer: what it is, and what to do."""
         if self.exists("schema.json.new"):
             return "its creation did not finish; create one with ReplayBuffer(...)"
         if folders := folders_in(self._place):
@@ -435,7 +437,7 @@ class Folder:
         return self.published() or "there is no schema.json; create one with ReplayBuffer(...)"
 
     def published(self) -> str:
-        """A text about what was published from this root, or to this folder, and how it is read; "" for nothing."""
+        """A text that says what was published to this folder, or from it as a root, and how to read it; else ""."""
         moved = folders_in(self._place / PUBLISHED)
         return self._published_here() or (PUBLISHED_HINT.format(self.path / PUBLISHED / moved[0].name) if moved else "")
 
@@ -447,14 +449,14 @@ class Folder:
         return ""
 
     def require_not_published(self) -> None:
-        """Raise NotABufferError where a folder was published to this one, whose files are not to be mixed with ours."""
+        """Raise NotABufferError if something was published to this folder: its files must not be mixed with ours."""
         if what := self._published_here():
             raise NotABufferError(
                 f"{self.path}: no buffer can be made here, as {what}; give another folder", path=self.path
             )
 
     def stamp(self, name: str) -> tuple[int, int]:
-        """(inode, time) of a file: others once it is replaced. Raises NotABufferError: the folder is none any more."""
+        """(inode, time) of a file, which change when it is replaced. Raises NotABufferError: this is no buffer now."""
         try:
             status = self._lstat(name)
         except FileNotFoundError:
@@ -463,7 +465,7 @@ class Folder:
         return status.st_ino, status.st_mtime_ns
 
     def marks(self, name: str) -> tuple[int, int, int]:
-        """(bytes, time, inode) of a file, which tell whether it was written to or replaced; -1 where there is none."""
+        """(bytes, time, inode) of a file, which change when it is written to or replaced; each -1 without the file."""
         try:
             status = self._lstat(name)
         except (FileNotFoundError, NotADirectoryError):
@@ -471,24 +473,25 @@ class Folder:
         return status.st_size, status.st_mtime_ns, status.st_ino
 
     def file_key(self, name: str) -> tuple[int, int]:
-        """The key that tells a file from another that took its name, as long as it is open."""
+        """(device, inode) of a file. As long as the file is open, no other file under its name has the same."""
         return identity(self._lstat(name))
 
     def touch(self) -> None:
-        """Have the folder bear the time of now, as if something in it had changed."""
+        """Set the folder's time to now, as if a file in it had been added or removed."""
         os.utime(self._place)
 
     def lock_key(self) -> tuple[int, int]:
-        """The key that names this folder's lock within the process, whatever path led to it."""
+        """(device, inode) of the folder: a key for its lock within this process that does not depend on the path."""
         descriptor = self._descriptor
         return identity(os.stat(self._place)) if descriptor is None else descriptor.key
 
     def lock(self, name: str = ".lock") -> FileLock:
-        """Take the writer's lock, or another.
+        """Take the writer's lock, or the lock `name`, without waiting.
 
         Raises:
-            BufferLockedError: at once, where another process holds it.
-            ReadOnlyError: the system lets nothing be written here.
+            BufferLockedError: another process holds it.
+            ReadOnlyError: this user may not write to the folder.
+            CorruptBufferError: a link, or another thing than a plain file, stands under the name.
         """
         sub, _, base = name.rpartition("/")
         lock: FileLock | None = None
@@ -508,7 +511,7 @@ class Folder:
             if error.errno not in NO_FILE:
                 raise
             raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name) from None
-        except BaseException:  # an interruption, whose traceback would keep it
+        except BaseException:  # an interruption: its traceback would keep the lock
             if lock is not None:
                 lock.release()
             raise
@@ -519,7 +522,7 @@ def will_need(array: Array, ranges: Iterable[tuple[int, int]]) -> None:
 
     Args:
         array: all rows of a field.
-        ranges: (first, stop) rows of each.
+        ranges: (first, stop) of each range of rows.
     """
     start, row = int(array.__array_interface__["data"][0]), array.nbytes // max(1, len(array))
     for first, stop in ranges:
@@ -529,19 +532,19 @@ def will_need(array: Array, ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def in_memory(array: Array, ranges: Iterable[tuple[int, int]]) -> list[bool]:
-    """Whether each of some ranges of rows, (first, stop), of an array of `Folder.map` is in memory, whole."""
+    """For each range of rows (first, stop) of an array of `Folder.map`: whether all of it is in memory."""
     start, width = int(array.__array_interface__["data"][0]), array.nbytes // max(1, len(array))
     return [syscalls.in_memory(*_pages(start + first * width, start + stop * width)) for first, stop in ranges]
 
 
 def _pages(first: int, stop: int) -> tuple[int, int]:
-    """The whole pages that hold some bytes: where they begin, and their size."""
+    """(begin, size) of the whole pages that hold bytes first … stop - 1."""
     begin, end = first // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
     return begin * mmap.PAGESIZE, max(1, end - begin) * mmap.PAGESIZE
 
 
 def disk_reads() -> int:
-    """A number that grows as this thread has the disk read something; always 0 where the system does not tell."""
+    """A counter that grows when this thread makes the disk read; always 0 where the system does not count."""
     if not hasattr(resource, "RUSAGE_THREAD"):  # macOS
         return 0
     usage = resource.getrusage(resource.RUSAGE_THREAD)
@@ -549,5 +552,5 @@ def disk_reads() -> int:
 
 
 def folders_in(root: Path) -> list[Path]:
-    """The buffers that are direct subfolders, by name."""
+    """The direct subfolders that hold a `schema.json`, sorted by name."""
     return sorted(path.parent for path in root.glob("*/schema.json"))
