@@ -1,6 +1,6 @@
-"""A schema laid out in a folder: which files, their shapes and headers; `schema.json` to and from text. No I/O.
+"""A schema laid out in a folder: its files with their shapes and headers, and `schema.json` to and from text. No I/O.
 
-The text may come from a stranger: it is parsed strictly, and bounded before anything is allocated.
+The text may come from a stranger: it is parsed strictly, and its sizes are checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from memmap_buffer.schema import ENDS, MAX_DIMENSIONS, MAX_FIELDS, Field, Schema
 FORMAT, VERSION = "memmap-buffer", 1
 MAX_SCHEMA_BYTES = 2**20
 MAX_FILE_BYTES = 2**62
-MAX_SLOTS = 2**24  # opening takes some 100 bytes a slot, whatever a stranger's schema says
+MAX_SLOTS = 2**24  # opening takes some 100 bytes of memory a slot, and the schema may be a stranger's
 MAX_TIMESTEPS = 2**31
 SPARE_COLUMNS = 16
 MAX_DICTIONARY = 2**24  # bytes
-KNOWN_SCHEMAS = 64  # that are kept: the shards of a root have one, mostly
+KNOWN_SCHEMAS = 64  # parsed schemas that are kept: the shards of a root mostly share one
 ID_BYTES = 16
-# Of a buffer with a capacity, where they are not given. A spare slot takes a hundred bytes of memory and no disk space
-# until an episode is written to it, so there are enough for every usual vector; an episode of ten steps is a short one.
+# Defaults for a buffer with a capacity. A spare slot takes a hundred bytes of memory and no disk space until an episode
+# is written to it, so there are enough for every usual vector of environments. An episode of ten steps counts as short.
 SPARE_SLOTS, FEWEST_EPISODES, STEPS_OF_A_SHORT_EPISODE = 64, 1000, 10
 MAX_DERIVED_BYTES = 2**43  # of one file, holes included: ext4 takes 2**44
 _SIZES = ("max_episodes", "max_timesteps", "spare_slots", "circular", "capacity", "rows", "columns")
@@ -45,22 +45,22 @@ _BYTE = np.dtype("|u1")
 _ID = re.compile(rf"[0-9a-f]{{{2 * ID_BYTES}}}")
 _ID_IN_TEXT = re.compile(rb'"id": "(%b)"' % _ID.pattern.encode())  # a key of text elsewhere is refused
 NO_ID = "0" * 2 * ID_BYTES
-_ENDS = dict(zip(ENDS, ENDS, strict=True))  # how episodes end where the schema does not say it
-_LEFT_OUT = {"ends": _ENDS, "skips_resets": False}  # keys that are written only where they say something else
+_ENDS = dict(zip(ENDS, ENDS, strict=True))  # the fields that end episodes, where the schema names none
+_LEFT_OUT = {"ends": _ENDS, "skips_resets": False}  # keys that are written only if they differ from these values
 _FIELD_KEYS = ("dtype", "shape", "default", "final", "column")
 _SIZES_OF_CODED = ("blobs", "dictionary")
-_CODED_KEYS = ("codec", *_SIZES_OF_CODED)  # of a field that is compressed, besides
-BLOBS, DICTIONARY = "/blobs", "/dictionary"  # behind a field's name: the keys of the other files that it has then
+_CODED_KEYS = ("codec", *_SIZES_OF_CODED)  # further keys, of a field that is compressed or of lists
+BLOBS, DICTIONARY = "/blobs", "/dictionary"  # added to the name of such a field: the keys of its other files
 
 
 def new_id() -> str:
-    """An id, which names a new buffer."""
+    """An id for a new buffer."""
     return random_bytes(ID_BYTES).hex()
 
 
 @dataclass(frozen=True)
 class ArrayFile:
-    """A `.npy` file of the folder: its name in it, its dtype and shape."""
+    """A `.npy` file of the folder: its name relative to the folder, its dtype and shape."""
 
     name: str
     dtype: np.dtype[Any]
@@ -100,11 +100,12 @@ class Layout:
         circular: publishing into a full buffer retires the oldest episode, instead of raising.
         capacity: the most timesteps that are visible, or None.
         rows: None for a grid; the total of all steps for a packed, read-only folder.
-        columns: columns of checksums.npy; column_of: name -> its column.
+        columns: the number of columns of checksums.npy.
+        column_of: field or meta field -> its column.
         blobs: compressed field -> bytes of its file of blobs in a packed folder.
         dictionaries: compressed field -> bytes of its dictionary, where it has one.
-        id: what names the buffer, in every copy of it; default: a new one.
-        skips_resets: who adds steps of environments leaves out the one after an episode's end, which is the reset.
+        id: the name of the buffer, the same in every copy of it; default: a new one.
+        skips_resets: recording from environments leaves out the step after an episode's end, which is the reset.
 
     Raises:
         SchemaError: a size is out of bounds, or too large for any file.
@@ -143,10 +144,10 @@ class Layout:
         capacity: int | None = None,
         skips_resets: bool = False,
     ) -> Layout:
-        """A layout of which sizes that are None follow from the others.
+        """A layout in which each size that is None is derived from the others.
 
         Raises:
-            SchemaError: a size is out of bounds, or does not follow from the others.
+            SchemaError: a size is out of bounds, or cannot be derived.
         """
         if max_timesteps is None:
             raise SchemaError(
@@ -180,7 +181,7 @@ class Layout:
 
     @cached_property
     def used_columns(self) -> int:
-        """The columns of checksums.npy that fields have."""
+        """One more than the highest column of checksums.npy that a field has."""
         return 1 + max(self.column_of.values())
 
     @cached_property
@@ -198,7 +199,10 @@ class Layout:
 
     @cached_property
     def arrays(self) -> dict[str, ArrayFile]:
-        """Every array file: "episodes", "state", "checksums", then fields and meta fields by their names."""
+        """Key -> array file: "/episodes", "/state", "/checksums", then each field and meta field by its name.
+
+        A compressed field's other files have its name and `BLOBS` or `DICTIONARY` as keys.
+        """
         files = {
             "/episodes": ArrayFile("episodes.npy", RECORD, (self.slots,)),
             "/state": ArrayFile("state.npy", STATE, (1,)),
@@ -223,7 +227,10 @@ class Layout:
         return files
 
     def grown_bytes(self, key: str) -> int:
-        """The bytes of a file on the disk when the buffer is full, with the last episode that a `capacity` trims."""
+        """The bytes of a file on the disk when the buffer is full.
+
+        With a `capacity`, that many steps are visible, and the oldest episode may have as many as `max_timesteps` more.
+        """
         size, field = self.arrays[key].size, self.schema.fields.get(key.removesuffix(BLOBS))
         if self.capacity is None or field is None:
             return size
@@ -241,32 +248,32 @@ class Layout:
 
     @cached_property
     def coded(self) -> dict[str, Field]:
-        """The fields that are compressed, or lists."""
+        """The fields that are compressed, or of lists."""
         return {name: field for name, field in self.schema.fields.items() if field.is_coded}
 
     @cached_property
     def keys_of_steps(self) -> tuple[str, ...]:
-        """The files of per-timestep fields."""
+        """The keys in `arrays` of the files of per-timestep fields, without dictionaries."""
         return (*self.schema.fields, *(name + BLOBS for name in self.coded))
 
     @cached_property
     def keys_of_episodes(self) -> tuple[str, ...]:
-        """The files of all fields."""
+        """The keys in `arrays` of the files of all fields and meta fields, without dictionaries."""
         return (*self.keys_of_steps, *self.schema.meta_fields)
 
     def keys_of(self, name: str) -> tuple[str, ...]:
-        """The files that a field has."""
+        """The keys in `arrays` of the files of a field."""
         return tuple(key for key in (name, name + BLOBS, name + DICTIONARY) if key in self.arrays)
 
     def region(self, name: str, slot: int) -> range:
-        """The bytes of a slot of a grid in the file of blobs of a field."""
+        """The bytes that belong to a slot of a grid in a field's file of blobs, counted from the end of its header."""
         size = self.arrays[name + BLOBS].row_bytes
         return range(slot * size, (slot + 1) * size)
 
     def differences(self, other: Layout, derived: Collection[str] = ()) -> list[str]:
         """The points on which this layout (stored) and another (given) disagree, a line each.
 
-        Args: derived: sizes that were not given, which are as they are stored.
+        Args: derived: the names of sizes that the user did not give: they are not compared.
         """
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         lines = [
@@ -279,7 +286,7 @@ class Layout:
         return [line for line in lines if line]
 
     def field_differences(self, other: Layout, *, widths: bool = True) -> dict[str, str]:
-        """The differences by which two layouts cannot be read as one, a line for each field or way to end episodes.
+        """The differences that forbid to read two layouts as one: by field, or way to end episodes, a line of text.
 
         Args: widths: whether the same text of another width is another field.
         """
@@ -335,7 +342,7 @@ class Layout:
 
     @staticmethod
     def may_be_torn(data: bytes) -> bool:
-        """Whether bytes that do not parse may be what a power cut left of what `to_json` wrote, sector by sector."""
+        """Whether bytes that do not parse may be text of `to_json` of which a power cut lost some sectors."""
         begin = json.dumps({"format": FORMAT}, indent=1)[:-2].encode()
         return not data[:512].strip(b"\0") or begin.startswith(data) or data.startswith(begin)
 
@@ -344,10 +351,13 @@ class Layout:
         """Parse `schema.json`.
 
         Args:
-            data: its bytes; where: its path, for the errors.
+            data: its bytes.
+            where: its path, for the errors.
 
         Raises:
-            NotABufferError: another format. SchemaError: an unknown version, key, dtype or name, a size out of bounds.
+            CorruptBufferError: it is no valid JSON.
+            NotABufferError: it is of another format.
+            SchemaError: an unknown version, key, dtype or name, or a size out of bounds.
         """
         if (id := _ID_IN_TEXT.search(data)) is not None:
             with suppress(MemmapBufferError):  # which is raised below, with where it is
@@ -365,14 +375,14 @@ class Layout:
         return other
 
     def keeps(self, other: Layout) -> bool:
-        """Whether each field of another layout is in this one as it was: what is open by it may be read on."""
+        """Whether this layout keeps all fields of `other` unchanged: files opened by `other` can still be read then."""
         mine, theirs = json.loads(self.to_json()), json.loads(other.to_json())
         groups = ("fields", "meta_fields")
         same = all(mine.get(key) == theirs.get(key) for key in (*_KEYS, *_LEFT_OUT) if key not in groups)
         return same and all(mine[group].get(name) == spec for group in groups for name, spec in theirs[group].items())
 
     def part_id(self, serials: Iterable[int]) -> str:
-        """The id of a copy that has only these episodes: the same for the same ones."""
+        """The id of a copy that has only the episodes `serials`: the same id for the same serials."""
         text = f"{self.id} {','.join(map(str, serials))}"
         import hashlib
 
@@ -396,9 +406,9 @@ class Layout:
 
 
 def _most_episodes(schema: Schema, max_timesteps: int, capacity: int | None, spare_slots: int) -> int:
-    """So many that a `capacity` is never short of episodes, unless they are very short or a file would be too large.
+    """A `max_episodes` for a `capacity`: enough episodes, unless they are very short or a file would be too large.
 
-    Each visible episode has a step, but those that are open and spare: no more than these are ever needed.
+    `capacity` + `spare_slots` are always enough: each visible episode shows a step, but for open ones.
     """
     if capacity is None:
         raise SchemaError("max_episodes: got None, expected a number of episodes; pass max_episodes=…, or capacity=…")
@@ -523,7 +533,7 @@ def _ends(document: dict[str, Any]) -> dict[str, str | None]:
 
 
 def _schema(document: dict[str, Any]) -> tuple[Schema, dict[str, int]]:
-    """The fields, and their columns: the same objects for the same text, as of the shards of a root."""
+    """The fields and their columns. The same text gives the same objects: the shards of a root share them."""
     groups = [_typed(document, group, dict) for group in ("fields", "meta_fields")]
     same = [{name: _without_sizes(spec) for name, spec in group.items()} for group in groups]
     try:
@@ -572,7 +582,7 @@ def _fields(group: dict[str, Any], columns: dict[str, int]) -> dict[str, Field]:
 
 
 def _sizes(fields: dict[str, Any], packed: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """The bytes of the files of blobs and of the dictionaries of compressed fields."""
+    """(field -> bytes of its file of blobs, field -> bytes of its dictionary), of the fields that have such a file."""
     blobs, dictionaries = dict[str, int](), dict[str, int]()
     for name, spec in fields.items():
         if "codec" not in spec:
