@@ -1,6 +1,6 @@
 """The checksum of a field's rows: a CRC-32 of the sums of their blocks, as `format` specifies it under checksums.npy.
 
-CRC-32 alone runs at 6 GiB/s, and was more than half of the time in which images are stored or verified; sums run at 40.
+CRC-32 alone runs at 6 GiB/s, more than half of the time that it takes to store or verify images; sums run at 40.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.format.layout import Layout
 
 BLOCK = 4096
-Sums = tuple[int, bytes]  # of rows so far: the CRC-32 of the sums of whole blocks, and the bytes behind these blocks
+Sums = tuple[int, bytes]  # of the rows so far: the CRC-32 of the sums of whole blocks, the bytes behind the last one
 EMPTY: Sums = (0, b"")
 
-crc32: Callable[..., int] = zlib.crc32  # of any buffer; numpy does not tell mypy that arrays are
+crc32: Callable[..., int] = zlib.crc32  # takes any buffer; mypy does not know that numpy's arrays are buffers
 
 
 def add_rows(sums: Sums, rows: Array) -> Sums:
-    """The sums of some rows and of these, which follow them.
+    """The sums of earlier rows, continued by `rows`.
 
     Args:
-        sums: of the rows before.
+        sums: the sums of the earlier rows.
         rows: C-contiguous, of any shape and dtype.
     """
     crc, rest = sums

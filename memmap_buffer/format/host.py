@@ -1,4 +1,4 @@
-"""Which machine and file system this is. Reads only."""
+"""Facts about this machine and its file systems, as the system tells them. Reads only."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from memmap_buffer.format.syscalls import machine_names
 
-IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")
+IN_PLACE = ("ext2", "ext3", "ext4", "tmpfs")  # file systems that overwrite written blocks where they are
 ORDERED = ("x86_64", "AMD64")  # processors whose stores are seen by others in the order in which they were made
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # proc(5); what has none is asked by sysctl(8): macOS
-MEMORY_INFO = Path("/proc/meminfo")  # likewise
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # proc(5); macOS has none: there sysctl(8) tells the boot
+MEMORY_INFO = Path("/proc/meminfo")  # proc(5); likewise
 SYSCTL = "/usr/sbin/sysctl"
 
 
@@ -30,7 +30,7 @@ def boot_id() -> bytes:
 
 
 def sysctl(name: str) -> str:
-    """A value that a system without /proc says of itself, as text. Raises: OSError: it says nothing."""
+    """A value of sysctl(8) as text, on systems without /proc. Raises: OSError: the system has no such value."""
     import subprocess
 
     try:
@@ -57,12 +57,12 @@ def file_system(path: Path) -> str:
 
 
 def overwrites_in_place(path: Path) -> bool:
-    """Whether a store into a block that is written already needs no other block, so that none can fail."""
+    """Whether a store into a block that was written before needs no new block, so that it cannot fail."""
     return file_system(path) in IN_PLACE
 
 
 def stores_are_writes(path: Path) -> bool:
-    """Whether stores into a map of blocks that are there cannot fail, and are seen in their order, as writes are."""
+    """Whether stores into a map of allocated blocks are as good as writes: none fails, and all see them in order."""
     return machine() in ORDERED and overwrites_in_place(path)
 
 
@@ -79,7 +79,7 @@ def anyone_may_rename(path: Path) -> bool:
 
 
 def available_memory() -> int | None:
-    """Bytes that the system could give without swapping (of macOS: that it has), None where it does not say."""
+    """The bytes that the system can give without swapping (macOS: all that it has); None where it does not tell."""
     try:
         if not MEMORY_INFO.exists():
             return int(sysctl("hw.memsize"))

@@ -1,8 +1,8 @@
 """Marks that people set on episodes by eye: labels and a note, by folder id and serial, in a JSON file of its own.
 
-Of a folder it is `extra/marks.json`; of folders that cannot be written to, as behind a URL, any file that is named. It
-is replaced as a whole under a lock of its own, `.marks.lock` beside the folder's `.lock`, so marks are set beside a
-writer of episodes, and from several processes, and none is lost. Who reads needs no lock.
+The file is `extra/marks.json` in the folder. For folders that cannot be written to (behind a URL, for example), the
+user names another file. It is replaced as a whole under a lock of its own, `.marks.lock` beside the folder's `.lock`.
+So several processes, and a writer of episodes beside them, may work at once, and no mark is lost. Readers need no lock.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ FORMAT = {"format": "memmap-buffer-marks", "version": 1}
 MAX_BYTES = 1 << 28
 MAX_TEXT = 10_000  # characters of a note
 MAX_LABEL = 64
-MAX_KEPT = 64  # files whose marks are kept while they stay as they are
-SETTLED_NS = 100_000_000
-WAIT_SECONDS, POLL_SECONDS = 10.0, 0.01  # for who changes the file at the same time
+MAX_KEPT = 64  # files whose marks are kept in memory until they change
+SETTLED_NS = 100_000_000  # two changes within this time may bear the same time stamp
+WAIT_SECONDS, POLL_SECONDS = 10.0, 0.01  # for another process that is changing the file
 
-# By single operations of a dict, without a lock: a process may be forked while another thread is here.
+# Used by single operations of a dict, so that it needs no lock: a process may be forked while another thread is here.
 _kept: dict[Path, tuple[tuple[int, int, int], dict[str, dict[int, Mark]]]] = {}
 
 
@@ -39,7 +39,7 @@ class Mark:
     note: str = ""
 
     def changed(self, add: Collection[str] = (), remove: Collection[str] = (), note: str | None = None) -> Mark:
-        """The mark with some labels more, some less, and another note, where one is given."""
+        """This mark with labels removed, labels added, and another note unless `note` is None."""
         labels = ({*self.labels} - {*remove}) | {*add}
         return Mark(tuple(sorted(labels)), self.note if note is None else note)
 
@@ -51,7 +51,7 @@ class Marks:
         folder: where the file is.
         name: of the file.
         lock: the name of its lock.
-        named: whether a user named it: then it must be there to be read.
+        named: whether a user named the file: then it must exist when it is read.
     """
 
     def __init__(self, folder: Folder, name: str = FILE, lock: str = LOCK, named: bool = False) -> None:
@@ -62,10 +62,10 @@ class Marks:
 
     @classmethod
     def in_file(cls, path: Path) -> Marks:
-        """The marks in a file that is named.
+        """The marks in a file that a user named.
 
         Raises:
-            SchemaError: there is no folder for it.
+            SchemaError: the folder of the file does not exist.
         """
         if not path.parent.is_dir():
             raise SchemaError(f"marks: got {path}, but there is no folder {path.parent}; make it first")
@@ -73,14 +73,14 @@ class Marks:
 
     @property
     def stamp(self) -> tuple[int, int, int]:
-        """Another one whenever the file was replaced."""
+        """A value that changes whenever the file is replaced."""
         return self.folder.marks(self.name)
 
     def of(self, folder_id: str) -> dict[int, Mark]:
         """Serial -> mark, of one folder.
 
         Raises:
-            SchemaError: a file that was named is not there.
+            SchemaError: the file that the user named does not exist.
             CorruptBufferError: the file is damaged, or of a newer version.
         """
         path, stamp = self.folder.path / self.name, self.stamp
@@ -89,7 +89,7 @@ class Marks:
         if (kept := _kept.get(path)) is not None and kept[0] == stamp:
             return kept[1].get(folder_id, {})
         marks = self._read()
-        if time.time_ns() - stamp[1] > SETTLED_NS:  # else another one may yet take its place with the same stamp
+        if time.time_ns() - stamp[1] > SETTLED_NS:  # else the file may be replaced by another with the same stamp
             if len(_kept) >= MAX_KEPT:
                 _kept.clear()
             _kept[path] = stamp, marks
@@ -108,9 +108,9 @@ class Marks:
         Args:
             folder_id: their folder.
             serials: the episodes.
-            change: from the mark that one has to the one that it gets.
-            oldest: marks of older episodes are dropped. Of newer ones none is, though this process may not see them:
-                another one may have published and marked them meanwhile.
+            change: a function from an episode's mark to its new mark.
+            oldest: a serial: marks of older episodes are dropped. Marks of newer ones are kept, also of episodes that
+                this process does not see yet: another process may have published and marked them.
 
         Returns:
             Serial -> mark, of all episodes of the folder.
@@ -118,7 +118,7 @@ class Marks:
         Raises:
             SchemaError: a label or a note does not fit.
             ReadOnlyError: nothing may be written there.
-            BufferLockedError: another process holds the lock for ten seconds.
+            BufferLockedError: the lock was held by others for ten seconds.
             CorruptBufferError: the file is damaged; it stays as it is.
         """
         lock = self._taken()
@@ -152,13 +152,13 @@ class Marks:
         return parsed(data, str(self.folder.path / self.name))
 
     def _write(self, marks: Mapping[str, Mapping[int, Mark]]) -> None:
-        self.folder.unlink(f"{self.name}.new", missing_ok=True)  # of one who was killed
+        self.folder.unlink(f"{self.name}.new", missing_ok=True)  # left by a process that was killed
         self.folder.write_new(f"{self.name}.new", text_of(marks), sync=True)
         self.folder.rename(f"{self.name}.new", self.name)
 
 
 def parsed(data: bytes, where: str) -> dict[str, dict[int, Mark]]:
-    """Folder id -> serial -> mark. Raises CorruptBufferError: the bytes are no marks."""
+    """Folder id -> serial -> mark, from the bytes of a file. Raises CorruptBufferError: they are no marks."""
     try:
         document = json.loads(data)
         if {key: document[key] for key in FORMAT} != FORMAT:
@@ -180,7 +180,7 @@ def _tuple(labels: Any) -> tuple[Any, ...]:
 
 
 def text_of(marks: Mapping[str, Mapping[int, Mark]]) -> bytes:
-    """The file that holds them."""
+    """The bytes of a file that holds the marks."""
     folders = {
         folder_id: {str(serial): {"labels": mark.labels, "note": mark.note} for serial, mark in each.items()}
         for folder_id, each in marks.items()
@@ -190,7 +190,7 @@ def text_of(marks: Mapping[str, Mapping[int, Mark]]) -> bytes:
 
 
 def renamed(data: bytes, old: str, new: str) -> bytes:
-    """The file for a copy of a folder, which has another id."""
+    """The bytes of a file of marks for a copy of folder `old` that has the id `new`."""
     marks = parsed(data, FILE)
     return text_of({new if folder_id == old else folder_id: each for folder_id, each in marks.items()})
 

@@ -1,6 +1,6 @@
 """`Source` fetches the rows of a folder whose files are not all on this machine, before they are copied.
 
-Readers know nothing of where it fetches them from: they ask for rows, copy them, then ask whether all of them stayed.
+Readers do not know where the rows come from: they ask for rows, copy them, then ask whether all of them stayed there.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from memmap_buffer.format.episode_table import IntArray
 if TYPE_CHECKING:
     from memmap_buffer.format.storage import Storage
 
-BLOCK = 1 << 18  # bytes of a file that are fetched, and given back, together
-WINDOWS = 6  # that a bound has room for where they are read ahead: five, as some are larger than others
+BLOCK = 1 << 18  # the bytes of a file that are fetched, and given back, together
+WINDOWS = 6  # windows of rows that a bound must have room for: reading ahead needs five, and some are larger
 
 
 class Rows(NamedTuple):
-    """Rows of a field: (N,) ranges low … high - 1."""
+    """Rows of a field: (N,) ranges of rows, low … high - 1 each."""
 
     name: str
     low: IntArray
@@ -32,14 +32,14 @@ class Fetched(Protocol):
     """Rows that were there when they were about to be copied."""
 
     def unchanged(self) -> bool:
-        """Whether all of them were there all the time."""
+        """Whether all of these rows have been there ever since."""
 
 
 class Traffic(Protocol):
     """The bytes that were fetched since some moment."""
 
     def tell(self, what: str) -> None:
-        """Say in the log how much it was."""
+        """Say in the log how much traffic `what` (an epoch, for example) caused."""
 
 
 class Source(Protocol):
@@ -50,23 +50,23 @@ class Source(Protocol):
         """The bytes that it keeps at most; None where it keeps everything."""
 
     def head(self) -> Mapping[str, bytes]:
-        """The files that are there whole: all but those of the fields."""
+        """File -> its bytes, for the files that are always there whole: all but the files of fields."""
 
     @property
     def num_rows(self) -> int:
-        """How many timesteps the folder has."""
+        """The number of timesteps in the folder."""
 
     def sizes_of(self, fields: Sequence[str]) -> list[int]:
-        """The bytes of each file that rows of fields are read from."""
+        """The size in bytes of each file of these fields."""
 
     def whole(self) -> Fetched | None:
-        """Everything, where all of it is there; else None: rows are to be asked for."""
+        """All rows of the folder, if all are there; else None: ask for the rows by `bring`."""
 
     def bring(self, wanted: Wanted) -> Fetched:
-        """Have rows there, of this folder and others."""
+        """Fetch rows of this folder and others that are not there yet, and wait for them."""
 
     def bring_later(self, wanted: Wanted) -> None:
-        """Have rows fetched in a thread, of this folder and others; what fails is told when they are read."""
+        """Fetch rows of this folder and others in another thread; an error is raised only when they are read."""
 
     def traffic(self, storages: Sequence[Storage]) -> Traffic:
         """The traffic from now on, of this folder and others."""
