@@ -1,7 +1,8 @@
-"""Compressed timesteps: the index of a field's blobs, their bytes, and the way back to rows.
+"""Compressed timesteps: the index of a field's blobs, the blobs, and how they are encoded and decoded.
 
-`format` specifies them under "Blobs". A row of the index is two numbers: where the blob begins, and its length with the
-number of its dictionary above. Blobs are copied before they are decoded, as another process may be writing to them.
+`format` specifies them under "Blobs". A row of the index is two words: where the blob begins; its length in the low
+half, the number of its dictionary in the high half. A blob is copied before it is decoded, as another process may be
+writing to it.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ T = TypeVar("T")
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_THREADS = 4
-PART = 1 << 19  # bytes of rows that are worth waking a thread for: 0.1 ms and more
-BLOBS_PART = 1 << 17  # bytes of blobs, likewise: rows that became very small are decoded sooner than a thread wakes
-PIECES = 4  # parts of a batch for each thread; with more of them none waits long for another, and each costs 10 us
+PART = 1 << 19  # bytes of rows that are worth waking a thread for: they take 0.1 ms or more
+BLOBS_PART = 1 << 17  # likewise bytes of blobs: rows with very small blobs are decoded sooner than a thread wakes
+PIECES = 4  # parts of a batch for each thread: the more, the less threads wait for the last one, but each costs 10 us
 LARGEST = 1 << 26  # bytes of rows whose blobs are copied together
-SUMMED = 4 << 20  # bytes of blobs that are looked at together
+SUMMED = 4 << 20  # bytes of blobs that are summed together
 _LENGTH = np.uint64(2**32 - 1)
 
 
 class Threads:
-    """A few threads that encode and decode, made when they are first needed, anew in a forked process."""
+    """A few threads that encode and decode; they start when they are first needed, and again in a forked process."""
 
     def __init__(self) -> None:
         self._made: tuple[int, ThreadPoolExecutor] | None = None
 
     @property
     def count(self) -> int:
-        """How many there are: one a processor, up to four; one in a worker process, as workers share these."""
+        """How many threads there are: one per processor, at most four. In a worker process one: workers share them."""
         from multiprocessing import current_process
 
         return 1 if current_process().daemon else min(MAX_THREADS, processors())
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Have one of them do some work."""
+        """Have one of the threads do some work."""
         made = self._made
         if made is None or made[0] != process_id():
             from concurrent.futures import ThreadPoolExecutor
@@ -58,9 +59,9 @@ class Threads:
         return made[1].submit(work, *args)
 
     def map(self, work: Callable[[Any], T], parts: Sequence[Any]) -> list[T]:
-        """The results of some work on parts, by this thread and the others: each takes the next one that is left.
+        """The results of `work` on each part. This thread and the others each take the next part that nobody has taken.
 
-        So none is waited for that has no processor.
+        So this thread never waits for a thread that got no processor.
         """
         results: list[Any] = [None] * len(parts)
         numbers = iter(range(len(parts)))
@@ -72,7 +73,7 @@ class Threads:
         helpers = [self.submit(some) for _ in range(min(self.count, len(parts)) - 1)]
         try:
             some()
-        finally:  # they write to memory that is another's after this
+        finally:  # wait for them, also after an error: the memory that they write to may be used otherwise afterwards
             for helper in helpers:
                 if not helper.cancel():
                     helper.result()
@@ -83,11 +84,11 @@ threads = Threads()
 
 
 class Dictionary(NamedTuple):
-    """A dictionary: the bytes that blobs of a field were compressed with, besides their own.
+    """A dictionary: bytes that help to compress, and are needed to decode, the blobs of a field.
 
     Attributes:
         content: its bytes (n,).
-        number: of it in the index, the CRC-32 of its bytes, never 0.
+        number: its number in the index: the CRC-32 of its bytes, or 1 where that is 0.
     """
 
     content: Array
@@ -95,7 +96,7 @@ class Dictionary(NamedTuple):
 
     @classmethod
     def of(cls, content: Array) -> Dictionary:
-        """The dictionary of these bytes."""
+        """The dictionary that consists of the bytes `content`."""
         return cls(content, crc32(content) or 1)
 
 
@@ -105,7 +106,7 @@ class CodedRows(NamedTuple):
     Attributes:
         field: the field.
         data: (n,) u1, all blobs.
-        dictionary: of its blobs, or None.
+        dictionary: the dictionary of its blobs, or None.
     """
 
     field: Field
@@ -113,7 +114,7 @@ class CodedRows(NamedTuple):
     dictionary: Dictionary | None
 
     def blobs(self, index: Array) -> list[bytes | None]:
-        """Copies of the blobs of rows of the index (N, 2), b"" where there is none; None of one that `beyond` finds."""
+        """Copies of the blobs of rows of the index (N, 2): b"" where there is none, None where `beyond` finds fault."""
         bad, length, data = beyond(self, index), lengths_of(index), memoryview(self.data)  # type: ignore[arg-type]
         here = (length > 0) & ~bad
         begin, end = np.where(here, index[:, 0], 0), np.where(here, index[:, 0] + length, 0)
@@ -121,12 +122,12 @@ class CodedRows(NamedTuple):
         return [None if wrong else data[a:b].tobytes() for a, b, wrong in each]
 
     def _joined(self, index: Array, length: IntArray) -> bytes:
-        """A copy of blobs that lie in the file, one behind the other."""
+        """Copies of blobs, joined to one string of bytes. Args: length: their lengths; all must lie in the file."""
         data, begins = memoryview(self.data), index[:, 0].astype(np.int64)  # type: ignore[arg-type]
         return b"".join([data[a:b] for a, b in zip(begins.tolist(), (begins + length).tolist(), strict=True)])
 
     def decode(self, index: Array) -> Array:
-        """Stored values (N, *cell) of rows of the index (N, 2). Raises ValueError: one of them is none."""
+        """The stored values (N, *cell) of rows of the index (N, 2). Raises ValueError: a row cannot be decoded."""
         out = np.empty((len(index), *self.field.cell), self.field.storage)
         broken = self.decode_into(index, out, np.arange(len(index)))
         if len(broken):
@@ -137,7 +138,8 @@ class CodedRows(NamedTuple):
         """The lists of rows of the index (N, 2).
 
         Returns:
-            (members of all lists, one behind the other; (N,) how many each has; (N,) whether one is none).
+            (the members of all lists, one after the other; (N,) how many members each list has; (N,) whether a row
+            cannot be decoded).
         """
         bad = beyond(self, index) | (index[:, 1] >> np.uint64(32) != 0)
         blobs = [
@@ -157,15 +159,15 @@ class CodedRows(NamedTuple):
         return np.flatnonzero(bad)
 
     def decode_into(self, index: Array, out: Array, places: IntArray) -> IntArray:
-        """Decode rows, each blob once.
+        """Decode rows, each distinct blob only once.
 
         Args:
             index: rows of the index (N, 2).
             out: (M, *cell), C-contiguous.
-            places: (N,) where each of them goes in `out`.
+            places: (N,) the row of `out` for each.
 
         Returns:
-            Which of them cannot be decoded; their rows are zeros.
+            The numbers of the rows of `index` that cannot be decoded; zeros stand in `out` for them.
         """
         if self.field.is_list:
             return self._lists_into(index, out, places)
@@ -192,7 +194,7 @@ class CodedRows(NamedTuple):
         return np.flatnonzero(np.isin(of, bad)) if len(bad) else bad
 
     def _decode_each(self, index: Array, out: Array, places: IntArray) -> IntArray:
-        """Decode blobs, each another, in threads where they are many; which of them cannot be decoded."""
+        """Decode distinct blobs, in threads if they are many; returns the numbers of those that cannot be decoded."""
         size = self.field.itemsize
         length, good = lengths_of(index).astype(np.int64), ~beyond(self, index)
         numbers = index[:, 1] >> np.uint64(32)
@@ -218,7 +220,7 @@ class CodedRows(NamedTuple):
     def _decode_some(
         self, index: Array, length: IntArray, out: Array, places: IntArray, chosen: IntArray, dictionary: Array | None
     ) -> IntArray:
-        """Decode some of the blobs; which of them cannot be."""
+        """Decode the blobs `chosen`; returns those of them that cannot be decoded."""
         wanted = length[chosen]
         blobs = self._joined(index[chosen], wanted)
         try:
@@ -231,7 +233,7 @@ class CodedRows(NamedTuple):
         return chosen[:0]
 
     def contents(self, index: Array) -> Iterator[Array]:
-        """The bytes that the checksum of rows of the index (N, 2) is of, some at a time: see `contents_of`."""
+        """The bytes that the checksum of rows of the index (N, 2) covers, in parts: see `contents_of`."""
         if not len(index):
             return
         most = np.uint64(SUMMED if self.field.is_list else self.field.itemsize)
@@ -246,7 +248,7 @@ class CodedRows(NamedTuple):
 
 
 def _first_of_same(index: Array) -> IntArray | None:
-    """For each row of the index (N, 2) the first one that is the same, (N,); None where all differ."""
+    """(N,) for each row of the index (N, 2) the number of the first row that is equal; None where all differ."""
     order = index[:, 0].argsort(kind="stable")
     ordered = index[order]
     same = (ordered[1:] == ordered[:-1]).all(1)
@@ -259,7 +261,7 @@ def _first_of_same(index: Array) -> IntArray | None:
 
 
 def contents_of(index: Array, blobs: Sequence[bytes]) -> Array:
-    """The bytes (n,) that the checksum of compressed timesteps is of: the second word of each row, then its blob."""
+    """The bytes (n,) that the checksum of compressed timesteps covers: for each, its row's second word and its blob."""
     words = np.ascontiguousarray(index[:, 1]).tobytes()
     pieces = [b""] * (2 * len(blobs))
     pieces[::2] = [words[8 * i : 8 * i + 8] for i in range(len(blobs))]
@@ -268,7 +270,7 @@ def contents_of(index: Array, blobs: Sequence[bytes]) -> Array:
 
 
 def encode(field: Field, rows: Array, dictionary: Dictionary | None = None) -> list[bytes]:
-    """The blobs of rows (N, *field); a row that does not become smaller is its own, and so is a list."""
+    """The blobs of rows (N, *field). A row that compressing does not make smaller is its own blob, and so is a list."""
     if field.is_list:
         return [row.tobytes() for row in rows]
     size = field.itemsize
@@ -278,19 +280,19 @@ def encode(field: Field, rows: Array, dictionary: Dictionary | None = None) -> l
 
 
 def decoded(field: Field, blobs: Sequence[bytes]) -> Array:
-    """Rows (N, *field) of their blobs. Raises ValueError: one of them is none."""
+    """The rows (N, *field) of blobs without a dictionary. Raises ValueError: a blob cannot be decoded."""
     return CodedRows(field, np.frombuffer(b"".join(blobs), np.uint8), None).decode(index_of(field, blobs, 0))
 
 
 def encode_many(field: Field, rows: Array, dictionary: Dictionary | None = None) -> list[bytes]:
-    """The blobs of rows, see `encode`, in threads where the rows are many."""
+    """The blobs of rows as `encode` makes them, in threads if the rows are many."""
     most = max(1, PART // field.itemsize)
     parts = [rows[i : i + most] for i in range(0, len(rows), most)]
     return list(chain.from_iterable(threads.map(lambda part: encode(field, part, dictionary), parts)))
 
 
 def index_of(field: Field, blobs: Sequence[bytes], begin: int, dictionary: Dictionary | None = None) -> Array:
-    """The rows of the index (N, 2) of blobs that lie one behind the other from `begin` on."""
+    """The rows of the index (N, 2) for blobs that lie end to end from `begin` on."""
     index, lengths = np.empty((len(blobs), 2), np.uint64), np.fromiter(map(len, blobs), np.uint64, len(blobs))
     index[:, 0] = np.fromiter(accumulate(map(len, blobs), initial=begin), np.uint64, len(blobs))
     index[:, 1] = lengths
@@ -300,27 +302,29 @@ def index_of(field: Field, blobs: Sequence[bytes], begin: int, dictionary: Dicti
 
 
 def end_of(entry: Array) -> int:
-    """Where the blob of a row of the index (2,) ends; 0 where there is none."""
+    """Where the blob of a row of the index (2,) ends; without a blob, the row's first word: where it would begin."""
     begin, length = map(int, entry)
     length &= 2**32 - 1
     return begin + length if length not in (0, DEFAULT_BLOB) else begin
 
 
 def sums_of(contents: Iterator[Array], sums: Sums = EMPTY) -> Sums:
-    """The sums of what was before, and of these bytes."""
+    """The sums for a checksum: `sums`, of earlier bytes, continued by `contents`."""
     for part in contents:
         sums = add_rows(sums, part)
     return sums
 
 
 def lengths_of(index: Array) -> Array:
-    """The bytes (N,) of the blobs of rows of the index (N, 2); 0 where there is none."""
+    """(N,) the length in bytes of the blob of each row of the index (N, 2); 0 where there is no blob."""
     length = index[:, 1] & _LENGTH
     return np.where(length == DEFAULT_BLOB, np.uint64(0), length)
 
 
 def beyond(coded: CodedRows, index: Array) -> Array:
-    """Whether rows of the index (N, 2) have a blob that is not all in the file, or larger than a timestep."""
+    """(N,) whether the blob of each row of the index (N, 2) lies partly outside the file, or has a length that no
+    blob of the field may have.
+    """
     size, begin, length = np.uint64(len(coded.data)), index[:, 0], lengths_of(index)
     member = np.uint64(coded.field.itemsize)
     wrong = length % member != 0 if coded.field.is_list else length > member
@@ -329,12 +333,12 @@ def beyond(coded: CodedRows, index: Array) -> Array:
 
 
 def fault(coded: CodedRows, index: Array, region: range | None) -> str:
-    """The fault of the rows of an episode in the index (N, 2), as text; "" for none. Nothing is decoded.
+    """The fault of an episode's rows of the index (N, 2), as text; "" where there is none. Nothing is decoded.
 
     Args:
         coded: the field.
-        index: see above.
-        region: the bytes of its slot, from the first of which on its blobs lie; None: they may lie anywhere.
+        index: the rows.
+        region: the bytes of the episode's slot, where its blobs must begin at the first; None: they may lie anywhere.
     """
     index = index[lengths_of(index) > 0]
     begin, length, number = index[:, 0], lengths_of(index), index[:, 1] >> np.uint64(32)
