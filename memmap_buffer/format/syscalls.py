@@ -1,6 +1,6 @@
-"""Every system call of the package, but those of `folder`: the seam at which tests fail, shorten, record or kill.
+"""The system calls of the package, but for those in `folder`. Only these two modules use `os`, `mmap` and `filelock`.
 
-`system` is what tests replace. With `folder` this is the only user of `os`, `mmap` and `filelock`.
+Tests replace `system`, to let a call fail, write less, be recorded, or kill the process.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync alone leaves t
 _fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has none
 CAN_RESERVE = hasattr(os, "posix_fallocate")
 CAN_SHARE = hasattr(os, "memfd_create")
-BLOCK = 1 << 16  # a multiple of every file system's; less is not worth the call: 105 us on ext4, where writing takes 15
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # fallocate(2), which Python's os does not have with its modes
+# A multiple of every file system's block. To punch less is not worth the call: 105 us on ext4, where writing takes 15.
+BLOCK = 1 << 16
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # modes of fallocate(2), which Python's `os` lacks
 _libc = ctypes.CDLL(None, use_errno=True)
 _fallocate = getattr(_libc, "fallocate64", None) or getattr(_libc, "fallocate", None)  # None: macOS
 if _fallocate is not None:
@@ -49,15 +50,15 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _LOWEST, _HIGHEST = 1 << 12, 1 << 48  # addresses: no system maps the first page
-_every_byte: Any = (ctypes.c_ubyte * (_HIGHEST - _LOWEST)).from_address(_LOWEST)  # no byte is read here
-MOST_AT = 1 << 14  # bytes of a piece: numpy's arrays have less than 2**63
-POLL_SECONDS = 0.001  # between attempts to take a lock that is held for less than that, nearly always
+_every_byte: Any = (ctypes.c_ubyte * (_HIGHEST - _LOWEST)).from_address(_LOWEST)  # this reads no byte
+MOST_AT = 1 << 14  # the most bytes of a piece: numpy allows an array less than 2**63 bytes
+POLL_SECONDS = 0.001  # between attempts to take a lock that others nearly always hold for less than that
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 CAN_FORGET = hasattr(os, "posix_fadvise")
 
 
 class System:
-    """The system calls that change files, one method each, so that a test can stand between."""
+    """The system calls that change files, one method each, so that a test can replace any of them."""
 
     pwrite: Callable[[int, Any, int], int] = staticmethod(os.pwrite)
 
@@ -113,7 +114,7 @@ system = System()
 
 
 def _empty_cache(fd: int) -> bool:
-    """Wait until a file and the cache of its drive are on the disk; False where that cannot be asked for."""
+    """Wait until a file, and what the drive holds in its cache, is on the disk; False where no call can do that."""
     if _FULL_FSYNC is None:
         return False
     try:
@@ -121,12 +122,12 @@ def _empty_cache(fd: int) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY):
             raise
-        return False  # a file system that is not a disk's, by SMB say: fcntl(2)
+        return False  # a file system that is not on a local disk, but by SMB for example: fcntl(2)
     return True
 
 
 def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
-    """The header of an array file, to the byte; `descr` as `repr` writes it."""
+    """The exact bytes of an array file's header. Args: descr: the dtype's `descr`, as `repr` writes it."""
     text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape!r}, }}".encode("latin1")
     padding = -(10 + len(text) + 1) % 64
     return b"\x93NUMPY\x01\x00" + (len(text) + padding + 1).to_bytes(2, "little") + text + b" " * padding + b"\n"
@@ -150,7 +151,7 @@ def write_all(fd: int, data: Array | bytes, offset: int) -> None:
 
 
 def write_word(fd: int, value: int, offset: int) -> None:
-    """Write one aligned 8-byte word: the unit that a reader never sees half of."""
+    """Write one aligned 8-byte word in one call: no reader ever sees half of it."""
     data = value.to_bytes(8, "little")
     if system.pwrite(fd, data, offset) != 8:
         write_all(fd, data, offset)
@@ -174,9 +175,10 @@ def copy_range(source: int, target: int, offset: int, size: int) -> None:
 
 
 def read_at(fd: int, size: int, offset: int) -> bytes:
-    """The bytes there, zeros for a hole, fewer only at the end of the file.
+    """The `size` bytes at an offset, zeros for a hole; fewer only at the end of the file.
 
-    Nothing is mapped, so a hole costs no block and no signal. Linux reads at most 0x7FFFF000 bytes a call (read(2)).
+    Nothing is mapped, so a hole takes no block and raises no signal. Linux reads at most 0x7FFFF000 bytes a call
+    (read(2)).
     """
     data = os.pread(fd, size, offset)  # nearly always all of it
     if len(data) == size:
@@ -190,7 +192,7 @@ def read_at(fd: int, size: int, offset: int) -> bytes:
 
 
 def memory_file(parts: Sequence[Array]) -> int:
-    """The descriptor of a file in memory that holds some arrays, one behind the other. Raises OSError."""
+    """The descriptor of a new file in memory that holds the arrays `parts`, one after the other. Raises OSError."""
     fd = os.memfd_create("memmap_buffer")
     try:
         end = 0
@@ -204,22 +206,22 @@ def memory_file(parts: Sequence[Array]) -> int:
 
 
 def memory() -> Array:
-    """All memory of this process, as bytes; whoever reads some of it holds the array that it is of."""
+    """All memory of this process, as bytes; a caller that reads a part holds the array that lies there."""
     return np.frombuffer(_every_byte, np.uint8)
 
 
 def address_of(array: Array) -> int:
-    """Where an array lies in `memory`."""
+    """The index in `memory` of an array's first byte."""
     address: int = array.__array_interface__["data"][0] - _LOWEST
     assert 0 <= address < _HIGHEST - _LOWEST, "no such address is ever mapped"
     return address
 
 
 def bytes_at(addresses: npt.NDArray[np.int64], width: int) -> Array:
-    """Copy pieces of `memory`: an array of the shape of `addresses`, whose items are `width` bytes each.
+    """Copy pieces of `memory` into an array of the shape of `addresses`, whose items are `width` bytes each.
 
     Args:
-        addresses: where the pieces begin, all in arrays that somebody holds.
+        addresses: where the pieces begin (see `address_of`). The caller holds the arrays that they are in.
         width: 1 … `MOST_AT`.
     """
     pieces: Array = _pieces(width)[addresses]
@@ -228,12 +230,12 @@ def bytes_at(addresses: npt.NDArray[np.int64], width: int) -> Array:
 
 @lru_cache(maxsize=256)
 def _pieces(width: int) -> Array:
-    """All memory as an array whose item i is the `width` bytes from the i-th on."""
+    """All memory as an array whose item i is the `width` bytes that begin at byte i."""
     return np.ndarray(_HIGHEST - _LOWEST - width, np.dtype((np.void, width)), _every_byte, strides=(1,))
 
 
 def map_to_read(fd: int, size: int) -> memoryview:
-    """A read-only map of a file's first bytes, for as long as anything looks at it.
+    """A read-only map of a file's first bytes, which lasts as long as anything refers to it.
 
     Raises: OSError: ENOMEM: there are too many maps.
     """
@@ -241,14 +243,14 @@ def map_to_read(fd: int, size: int) -> memoryview:
 
 
 def map_to_change(fd: int, size: int) -> memoryview:
-    """A map as `map_to_read` makes it, and stores reach the file. Raises OSError."""
+    """A map like that of `map_to_read`, but stores into it reach the file. Raises OSError."""
     return _mapped(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _mapped(fd: int, size: int, protection: int) -> memoryview:
     """A map of a file's first bytes.
 
-    Python's own before 3.13 (`trackfd`) keeps a descriptor for each map, and 300 folders have thousands of maps.
+    Not by Python's `mmap`, which before 3.13 (`trackfd`) keeps a descriptor for each map: 300 folders have thousands.
     """
     address = _mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
     if address == _MAP_FAILED:
@@ -265,13 +267,15 @@ def will_need(address: int, size: int) -> None:
 
 
 def in_memory(address: int, size: int) -> bool:
-    """Whether mapped pages, from the begin of one, are in the cache; True of another user's files (mincore(2))."""
+    """Whether mapped pages are in the cache; `address` is the begin of a page. True for another user's files
+    (mincore(2)).
+    """
     pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
     return bool(_libc.mincore(address, size, pages)) or all(page & 1 for page in pages)
 
 
 def forget(fd: int, start: int, size: int) -> None:
-    """Drop pages from the cache, but for those that any process has mapped, and those not written to the disk yet."""
+    """Drop pages of a file from the cache, but not those that a process has mapped or that are not on the disk yet."""
     os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
 
 
@@ -288,26 +292,29 @@ def is_hole(fd: int, start: int, stop: int) -> bool:
     try:
         return hasattr(os, "SEEK_DATA") and os.lseek(fd, start, os.SEEK_DATA) >= stop
     except OSError as error:
-        return error.errno == errno.ENXIO  # there is nothing behind it, either
+        return error.errno == errno.ENXIO  # no data up to the end of the file, either
 
 
 def punch(fd: int, start: int, stop: int, unit: int = 0) -> None:
-    """Give the whole blocks, or units, between two offsets back, where the system can: zeros are read there then."""
+    """Give back the blocks that lie whole between two offsets, where the system can: readers see zeros there then.
+
+    Args: unit: the bytes of a block, if not `BLOCK`.
+    """
     unit = unit or BLOCK
     start, stop = -(-start // unit) * unit, stop // unit * unit
     if start < stop:
-        with suppress(OSError):  # nothing is lost but space
+        with suppress(OSError):  # a failure costs nothing but space
             system.punch(fd, start, stop - start)
 
 
 def allocate(fd: int, offset: int, size: int) -> None:
-    """Have blocks under all pages of some bytes of a file, so that a store into a map of them needs none.
+    """Allocate the blocks of all pages that hold some bytes of a file, so that a store into a map there needs none.
 
-    The whole page is what the file system makes room for at a store, though its blocks may be smaller (`mkfs -b 1024`).
-    A file grows by none of this.
+    Whole pages, because at a store the file system makes room for the whole page, even if its blocks are smaller
+    (`mkfs -b 1024`). The file does not grow.
 
     Raises:
-        OSError: the disk is full, or the system cannot do that.
+        OSError: the disk is full, or the system cannot allocate.
     """
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     stop = min(-(-(offset + size) // mmap.PAGESIZE) * mmap.PAGESIZE, os.fstat(fd).st_size)
@@ -327,12 +334,13 @@ def processors() -> int:
 
 
 def yield_to_others() -> None:
-    """Have this thread interrupt no other when it is woken: sched(7), SCHED_BATCH.
+    """Keep this thread from interrupting others when it is woken: sched(7), SCHED_BATCH.
 
-    Of the calls of `store` that wake one, of two frames of 480 x 640, 9 of 10 take 0.4 ms, not 2 ms, on busy cores.
+    On busy cores, 9 of 10 calls of `store` that wake such a thread (two frames of 480 x 640) take 0.4 ms, without this
+    2 ms.
     """
     if hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):  # a sandbox refuses it
+        with suppress(OSError):  # a sandbox may refuse it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
@@ -343,7 +351,7 @@ def machine_names() -> tuple[str, str]:
 
 
 process_id = os.getpid
-random_bytes = os.urandom  # what `secrets` gives, without what it imports
+random_bytes = os.urandom  # as good as `secrets`, without the modules that it imports
 
 
 def close_all(descriptors: dict[str, int]) -> None:
@@ -352,14 +360,16 @@ def close_all(descriptors: dict[str, int]) -> None:
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:
-    """The numbers that tell a file or folder from every other that there is."""
+    """(device, inode): no other existing file or folder has the same."""
     return status.st_dev, status.st_ino
 
 
 class Descriptor:
-    """A folder, open until nobody refers to this any more: another thread may be at work in it.
+    """The descriptor of a folder. It is closed only when nobody refers to this object: another thread may still use it.
 
-    Attributes: fd; key: its `identity`, which no other has as long as it is open.
+    Attributes:
+        fd: the descriptor.
+        key: the `identity` of the folder, which no other folder can have as long as this one is open.
     """
 
     def __init__(self, path: os.PathLike[str]) -> None:
@@ -369,21 +379,21 @@ class Descriptor:
 
 
 class FileLock:
-    """The lock of a file by `filelock`, until `release`, or nobody refers to it, or the process ends.
+    """A lock on a file, by `filelock`: held until `release`, until nobody refers to it, or until the process ends.
 
-    A forked child has no part in it: neither could it free its parent's, nor would it keep it after the parent's end.
+    A forked child has no part in it: it cannot free its parent's lock, and does not keep it after the parent's end.
     """
 
     def __init__(self, fd: int) -> None:
         from filelock import unlock_descriptor
 
-        self._fd, self._unlock_descriptor = {"": fd}, unlock_descriptor  # no import at the end of the interpreter
+        self._fd, self._unlock_descriptor = {"": fd}, unlock_descriptor  # kept: at the interpreter's end imports fail
         weakref.finalize(self, _unlock, self._fd, unlock_descriptor).atexit = False
         _locks.add(self)
 
     @classmethod
     def take(cls, name: str, directory: int) -> FileLock | None:
-        """None where another process has it. Raises OSError: ELOOP, EISDIR, ENXIO: it is no plain file."""
+        """Take the lock of a file; None where another has it. Raises OSError: ELOOP, EISDIR, ENXIO: no plain file."""
         from filelock import lock_descriptor  # it takes 20 to 110 ms to load, and readers need no lock
 
         while True:
@@ -402,22 +412,22 @@ class FileLock:
             except BaseException:  # an interruption, too: its traceback would keep the lock
                 lock.release()
                 raise
-            lock.release()  # its name is another file's by now
+            lock.release()  # the locked file was removed or replaced in between: lock the one that has its name now
 
     def release(self) -> None:
-        """Let go; twice is fine."""
+        """Let go of the lock; twice is fine."""
         _unlock(self._fd, self._unlock_descriptor)
 
     def forget(self) -> None:
-        """In a forked child: it is the parent's."""
+        """In a forked child: close the descriptor, without unlocking, as the lock is the parent's."""
         close_all(self._fd)
 
 
 class RangeLocks:
-    """Locks of single bytes of a file (lockf), against other processes; they go with the process.
+    """Locks of single bytes of a file (lockf) against other processes; they end with the process.
 
-    Threads of one process do not see each other's. The file is opened once a process and never closed, as closing any
-    descriptor of it would drop all of them.
+    Threads of one process do not exclude each other. A process opens the file once and never closes it, as closing any
+    descriptor of the file would drop all of the process's locks.
     """
 
     _by_file: ClassVar[dict[tuple[int, int], RangeLocks]] = {}
@@ -428,7 +438,7 @@ class RangeLocks:
 
     @classmethod
     def of(cls, path: str) -> RangeLocks:
-        """The locks of a file, which is made where it is missing."""
+        """The locks of a file, which is created if it is missing."""
         with cls._opening:
             with suppress(FileNotFoundError):
                 locks = cls._by_file.get(identity(os.stat(path)))
@@ -438,10 +448,10 @@ class RangeLocks:
             return cls._by_file.setdefault(identity(os.fstat(fd)), cls(fd))
 
     def take(self, first: int, count: int) -> None:
-        """Wait for the locks of some bytes, and hold them.
+        """Wait for the locks of `count` bytes from `first` on, and take them.
 
-        Whoever takes several takes them in ascending order. So where the system sees a circle of processes that wait
-        for each other, it is other threads of theirs that hold what is waited for.
+        A thread takes its locks in ascending order, so no circle of threads waits for each other. The system knows
+        processes only: where it reports such a circle (EDEADLK), other threads hold the locks, and will let go.
         """
         while True:
             try:
@@ -453,7 +463,7 @@ class RangeLocks:
                 time.sleep(0.01)
 
     def try_take(self, first: int, count: int) -> bool:
-        """Hold the locks of some bytes, if no other process has any of them."""
+        """Take the locks of some bytes, if no other process has any of them; returns whether they are taken."""
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)
         except OSError as error:
@@ -468,11 +478,11 @@ class RangeLocks:
 
 
 def _fresh_range_locks() -> None:
-    RangeLocks._opening = threading.Lock()  # another thread may have held it when this process was forked
+    RangeLocks._opening = threading.Lock()  # another thread of the parent may have held it during the fork
 
 
 def after_fork(work: Callable[[], None]) -> None:
-    """Have a function called in each process that is forked from this one, before anything else."""
+    """Have `work` called in each process that is forked from this one, before anything else."""
     os.register_at_fork(after_in_child=work)
 
 
@@ -483,7 +493,7 @@ class Renewed(Protocol):
     """An object with locks that another thread may hold when this process is forked."""
 
     def renew(self) -> None:
-        """Have locks that nobody holds, and begin anew what may have been in the middle."""
+        """Make new locks, which nobody holds, and drop what another thread may have left half done."""
 
 
 _renewed: weakref.WeakSet[Renewed] = weakref.WeakSet()
@@ -504,7 +514,7 @@ after_fork(_renew)
 
 @contextmanager
 def locked(path: str) -> Iterator[int]:
-    """A descriptor of a file, which nobody else holds in such a block, another thread neither."""
+    """A descriptor of a file that is locked in the block: against other processes, and against other threads."""
     from filelock import lock_descriptor, unlock_descriptor
 
     fd = os.open(path, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600)
@@ -520,7 +530,7 @@ _locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 def _unlock(descriptor: dict[str, int], unlock: Callable[[int], None]) -> None:
     for fd in descriptor.values():
-        with suppress(OSError):  # closing it does so, too, unless a child that was forked meanwhile has it
+        with suppress(OSError):  # closing unlocks, too, unless a child that was just forked has the descriptor as well
             unlock(fd)
     close_all(descriptor)
 
