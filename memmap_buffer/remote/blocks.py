@@ -1,9 +1,10 @@
-"""Which blocks of a mirror are there: a counter a block, shared by all processes of a host; and who fetches one.
+"""The blocks of a mirror: which of them are there, told by one counter a block that all processes of a host share, and
+the locks of those that are being fetched.
 
-The counter is odd while the block is absent. A reader takes the counters before it copies and compares them behind, so
-that no block that was given back meanwhile is taken for data. Whoever fetches a block, or gives it back, holds its
-lock: a byte of the cache's lock file by `lockf`, which other processes see, and its place in `_busy`, for threads of
-this one.
+The counter is odd while the block is absent. A reader takes the counters before it copies and compares them afterwards,
+so that it never takes the zeros of a block that was given back for data. Whoever fetches a block, or gives it back,
+holds its lock: a byte of the cache's lock file (`lockf`) against other processes, and an entry of `_busy` against other
+threads of this process.
 """
 
 from __future__ import annotations
@@ -26,27 +27,28 @@ from memmap_buffer.remote.layout import DataFiles, runs
 
 IntArray = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
-COUNTER, USED, LOCAL = range(3)  # the counter; `now` at its last use; 1 where its bytes may be on the disk
-TICKS = 256  # a second, as windows of a small cache are read in less than one
-SLACK = 3600 * TICKS  # by which clocks of processes may differ
+COUNTER, USED, LOCAL = range(3)  # words of a block: its counter; `now` at its last use; 1 if it may take disk space
+TICKS = 256  # per second: windows of a small cache are read in less than a second
+SLACK = 3600 * TICKS  # by so much the clocks of processes may differ
 NAME = MIRROR
-_BOOT = 4  # words behind those of the blocks
-_LOCK_BITS = 22  # of a mirror's place in the lock file, so that it has room for the locks of 1 TiB
+_BOOT = 4  # words after those of the blocks: the id of the boot
+_LOCK_BITS = 22  # a mirror has 2**22 bytes of the lock file: locks for 1 TiB of blocks
 
 
 class Blocks:
     """The blocks of one mirror, as this process sees them.
 
     Args:
-        folder: the mirror, held.
+        folder: the folder of the mirror, held.
         files: its data files.
-        locks: of the cache.
-        place: of the mirror in the lock file: 10 hexadecimal digits of its name. Two that share one wait in vain, once.
+        locks: the locks of the cache.
+        place: the place of the mirror's locks in the lock file: 10 hexadecimal digits of its name. Two mirrors with the
+            same digits only wait for each other's blocks in vain.
 
     Attributes:
-        sizes: (count,) the bytes of each; the last block of a file is what is left of it.
+        sizes: (count,) the bytes of each block; the last block of a file is what is left of it.
         words: (count, 3) u4 that all processes store to, see `COUNTER`.
-        key: what tells the file of these words from every other.
+        key: the `Folder.file_key` of the file of these words: another file has another.
     """
 
     _by_key: ClassVar[WeakValueDictionary[tuple[int, int], Blocks]] = WeakValueDictionary()  # threads share `_busy`
@@ -65,16 +67,16 @@ class Blocks:
         self._begin_boot()
 
     def renew(self) -> None:
-        """In a forked child: the threads that were at work are the parent's."""
+        """In a forked child: nothing is busy, as the threads that were at work are the parent's."""
         self._busy: set[int] = set()
         self._changed = threading.Condition()
 
     @classmethod
     def of(cls, folder: Folder, files: DataFiles, locks: RangeLocks, place: str) -> Blocks:
-        """The blocks of a mirror; the same object for the same one.
+        """The blocks of a mirror; the same object for the same mirror.
 
         Raises:
-            FileNotFoundError, CorruptBufferError: there are none, or other files than those of a mirror.
+            FileNotFoundError, CorruptBufferError: the file of the words is missing, or is not as it must be.
         """
         with cls._making.lock:
             blocks = cls._by_key.get(folder.file_key(NAME))
@@ -84,9 +86,10 @@ class Blocks:
             return blocks
 
     def _begin_boot(self) -> None:
-        """After another boot of the machine what was written may not have reached the disk: it is checked again.
+        """After another boot of the machine, count all blocks as absent: their bytes may not have reached the disk.
 
-        Nobody who waits for anything holds this lock, and nobody fetches before the boot is noted.
+        They are checked before they are fetched again. Whoever holds this lock waits for nothing else, and nobody
+        fetches before the new boot is noted.
         """
         now = np.frombuffer(boot_id(), np.uint32)
         if not np.array_equal(self._boot, now):
@@ -99,26 +102,26 @@ class Blocks:
                 self._locks.give(self._first + len(self.words), 1)
 
     def absent(self, blocks: IntArray) -> IntArray:
-        """The blocks among some that are not there."""
+        """The blocks among `blocks` that are not there."""
         absent: IntArray = blocks[self.words[blocks, COUNTER] & np.uint32(1) == 1]
         return absent
 
     def counters(self, blocks: IntArray) -> Words:
-        """Their counters now."""
+        """The counters of `blocks` as they are now."""
         counters: Words = self.words[blocks, COUNTER].copy()
         return counters
 
     def touch(self, blocks: IntArray, tick: int) -> None:
-        """Note that they are used now."""
+        """Note that `blocks` are used at `tick`, see `now`."""
         self.words[blocks, USED] = tick
 
     def change(self, block: int) -> None:
-        """Note that a block that was absent is there, or the other way round; its lock is held."""
+        """Note that a block came or went: absent becomes there, there becomes absent. Its lock is held."""
         self.words[block, COUNTER] += np.uint32(1)
 
     @contextmanager
     def taken(self, blocks: Sequence[int]) -> Iterator[IntArray]:
-        """Hold the locks of those of some blocks, ascending, that nobody else holds; which these are."""
+        """Hold the locks of those `blocks` that nobody else holds, until the `with` ends; gives them, ascending."""
         with self._changed:
             mine = sorted(set(blocks).difference(self._busy))
             self._busy.update(mine)
@@ -140,7 +143,7 @@ class Blocks:
             self._done_with(mine)
 
     def wait_for(self, block: int) -> None:
-        """Wait until whoever holds the lock of a block lets go of it. Hold none meanwhile: others may wait for that."""
+        """Wait until the holder of a block's lock lets go of it. The caller holds no lock: others may wait for that."""
         with self._changed:
             self._changed.wait_for(lambda: block not in self._busy)
             self._busy.add(block)
@@ -157,28 +160,28 @@ class Blocks:
 
 
 def now() -> int:
-    """The time in ticks; it begins anew every half a year."""
+    """The time in ticks, modulo 2**32: it begins at 0 again every half a year."""
     return int(time.time() * TICKS) & 0xFFFFFFFF
 
 
 def by_last_use(used: Words) -> Words:
-    """Numbers that are the higher the later something was used."""
+    """Numbers to sort blocks by: the later a block was used, the higher. Args: used: `now` at the last use of each."""
     later: Words = used - np.uint32(now() + SLACK & 0xFFFFFFFF)
     return later
 
 
 def words(count: int) -> int:
-    """How many words the file of so many blocks has."""
+    """The number of words in the file for `count` blocks."""
     return 3 * count + _BOOT
 
 
 def header(count: int) -> bytes:
-    """The header of the file of so many blocks."""
+    """The header of the file for `count` blocks."""
     return npy_header("'<u4'", (words(count),))
 
 
 def new_words(count: int) -> bytes:
-    """The content of the file of so many blocks, none of which is there."""
+    """The content of the file for `count` blocks, none of which is there yet."""
     content = np.zeros(words(count), np.uint32)
     content[: 3 * count : 3] = 1
     content[-_BOOT:] = np.frombuffer(boot_id(), np.uint32)

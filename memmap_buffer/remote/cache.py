@@ -1,4 +1,4 @@
-"""The folder that mirrors lie in, and its bound: the blocks that were not used for longest are given back."""
+"""`Cache`: the folder in which mirrors lie, and its bound: the blocks that were unused for longest are given back."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntA
 from memmap_buffer.remote.layout import DataFiles, head_object
 
 USAGE, LOCKS = "usage", "locks"
-AT_ONCE = 20  # of the bound, a part that is given back together, so that it is not looked for too often
+AT_ONCE = 20  # 1/20 of the bound is given back beyond what is needed: so unused blocks are not searched too often
 FEWEST = 16  # blocks that a bound must have room for
-MOST_MAPS = 1 << 14  # that mirrors have; Linux allows a process 65,530
+MOST_MAPS = 1 << 14  # of all mirrors together; Linux allows a process 65,530
 MEMORY = ("tmpfs", "ramfs")
-OFTEN = 2  # times that a block is fetched in an epoch, on average, from where on it is a warning
+OFTEN = 2  # if a block is fetched more often in an epoch, on average, the log has a warning
 AGAIN = "; give a larger cache_bytes, or shuffle='block'"
 log = logging.getLogger("memmap_buffer")
 
@@ -36,11 +36,11 @@ class Cache:
     """A folder of mirrors, shared by all processes of a host.
 
     Args:
-        path: where; made if it is missing.
-        limit: bytes of blocks, or None.
+        path: the folder; made if it is missing.
+        limit: the most bytes of blocks that it keeps; None: no bound.
 
     Raises:
-        SchemaError: the limit is less than some blocks, or the folder lies where none can be kept.
+        SchemaError: the limit is less than `FEWEST` blocks, or the folder lies in memory and there is a limit.
     """
 
     def __init__(self, path: Path, limit: int | None = None) -> None:
@@ -50,7 +50,7 @@ class Cache:
             )
         Folder(path).create()
         self.path, self.limit = path, limit
-        self._files: dict[str, DataFiles] = {}  # of each mirror, which never change
+        self._files: dict[str, DataFiles] = {}  # by the folder name of a mirror; they never change
         self._heads: dict[str, Array] = {}
         self._mapped: OrderedDict[Any, int] = OrderedDict()
         self._num_maps = 0
@@ -62,7 +62,7 @@ class Cache:
             )
 
     def renew(self) -> None:
-        """In a forked child: another thread may have held the lock."""
+        """In a forked child: begin with a free lock, as another thread of the parent may have held it."""
         self._turn = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Cache], tuple[Path, int | None]]:
@@ -70,18 +70,19 @@ class Cache:
 
     @property
     def locks(self) -> RangeLocks:
-        """Of the blocks of all mirrors."""
+        """The locks of the blocks of all mirrors."""
         return RangeLocks.of(str(self.path / LOCKS))
 
     # Heads
 
     def head(self, name: str, size: int, fetch: Callable[[], bytes], anew: bool = False) -> Array:
-        """An object with the heads of shards: kept before, or fetched.
+        """The bytes of an object with heads of shards: those that the cache kept, else fetched ones.
 
         Args:
-            name, size: its digest and bytes; whoever reads a head in it compares that with its own digest.
+            name, size: its digest, and how many bytes it has. They are not checked here: whoever reads a head in it
+                compares the head with the head's own digest.
             fetch: gives its bytes.
-            anew: what was kept is not right.
+            anew: fetch it, as the bytes that were kept are not right.
         """
         content = None if anew else self._heads.get(name)
         if content is None and not anew:
@@ -89,7 +90,7 @@ class Cache:
         if content is None:
             data = fetch()
             self._keep(head_object(name), data)
-            content = self._kept_head(name, size)  # which takes no memory of this process
+            content = self._kept_head(name, size)  # a map, which takes no memory of this process
             if content is None:
                 content = np.frombuffer(data, np.uint8)
         self._heads[name] = content
@@ -114,7 +115,7 @@ class Cache:
     # Mirrors that are mapped
 
     def use(self, mirror: Any, maps: int) -> None:
-        """Note that a mirror, which has so many maps, is read now; those that were not for longest are unmapped."""
+        """Note that a mirror is read now, which has `maps` maps; unmap mirrors that were not read for longest."""
         with self._turn:
             if mirror not in self._mapped:
                 self._num_maps += maps
@@ -131,14 +132,14 @@ class Cache:
     # The bound
 
     def reserve(self, wanted: Sequence[tuple[Blocks, IntArray]], keep: Sequence[tuple[Blocks, IntArray]]) -> bool:
-        """Have room for some blocks more, whose locks are held: others are given back for them where that takes it.
+        """Make room for blocks that will be fetched, whose locks are held; if need be, give other blocks back.
 
         Args:
             wanted: the blocks.
-            keep: those that are not given back for them, as they are read together.
+            keep: blocks that must not be given back for them, as they are read together.
 
         Returns:
-            Whether there is; not where too many of the others are being fetched themselves.
+            Whether there is room: not if too many of the other blocks are being fetched themselves.
         """
         new = [(blocks, chosen[blocks.words[chosen, LOCAL] == 0]) for blocks, chosen in wanted]
         size = sum(int(blocks.sizes[chosen].sum()) for blocks, chosen in new)
@@ -149,17 +150,17 @@ class Cache:
             data = read_at(fd, 8, 0)
             used = int.from_bytes(data, "little") if len(data) == 8 else self._count()
             if self.limit is not None and used + size > self.limit:
-                used = self._count()  # what a kill left uncounted
+                used = self._count()  # a kill may have left the number in the file wrong
                 if used + size > self.limit:
                     used -= self._give_back(used + size - self.limit + self.limit // AT_ONCE, keep)
             fits = self.limit is None or used + size <= self.limit
             write_word(fd, used + size * fits, 0)
-            for blocks, chosen in new if fits else ():  # before the next one counts
+            for blocks, chosen in new if fits else ():  # under the lock: another process may count them next
                 blocks.words[chosen, LOCAL] = 1
         return fits
 
     def require_room(self, size: int) -> None:
-        """Raise SchemaError where so many bytes of blocks, which are needed together, are more than the bound."""
+        """Raise SchemaError if `size` bytes of blocks, which are needed together, are more than the bound."""
         if self.limit is not None and size > self.limit:
             raise SchemaError(
                 f"cache_bytes: {self.limit:,} are less than the {size:,} bytes of blocks that a batch is "
@@ -167,24 +168,24 @@ class Cache:
             )
 
     def has_room_beside(self, size: int) -> bool:
-        """Whether so many bytes of blocks may be fetched ahead of those that are read now.
+        """Whether a window of `size` bytes of blocks may be fetched ahead of the window that is read now.
 
-        When the second window ahead is fetched, the next one is what was not used for longer than the two windows that
-        were read last: a bound that has no room for all five gives the next one back.
+        While the second window ahead is fetched, the first one ahead has been unused for longest, longer than the two
+        windows that were read last. A bound without room for all five windows would give that one back, unread.
         """
         return self.limit is None or (WINDOWS - 1) * size <= self.limit
 
     def counters(self, names: Iterable[str]) -> dict[str, tuple[IntArray, Words]]:
-        """Of mirrors, by the names of their folders, the bytes and the counter of each block."""
+        """Folder name of a mirror -> (the bytes of each block, the counter of each block)."""
         each = self._mirrors(names)
         return {folder.path.name: (blocks.sizes, blocks.words[:, COUNTER].copy()) for folder, blocks, _ in each}
 
     def blocks_of(self, folder: Folder, files: DataFiles) -> Blocks:
-        """The blocks of a mirror, whose version, which its name ends in, is where its locks are in the lock file."""
+        """The blocks of a mirror. Its version, the end of its name, tells the place of its locks in the lock file."""
         return Blocks.of(folder, files, self.locks, folder.path.name.rpartition("-")[2][:10])
 
     def _mirrors(self, names: Iterable[str] | None = None) -> Iterator[tuple[Folder, Blocks, DataFiles]]:
-        """Each mirror, or some: its folder, which is held meanwhile, its blocks, and its files."""
+        """(folder, blocks, files) of each mirror, or of those in `names`; its folder is held until the next one."""
         for path in sorted(self.path.iterdir()) if names is None else [self.path / name for name in names]:
             if ".new" in path.name or not Folder(path).exists(NAME):
                 continue
@@ -200,7 +201,7 @@ class Cache:
         return sum(int(blocks.sizes[blocks.words[:, LOCAL] != 0].sum()) for _, blocks, _ in self._mirrors())
 
     def _give_back(self, size: int, keep: Sequence[tuple[Blocks, IntArray]]) -> int:
-        """Give so many bytes of the longest unused blocks back; how many were."""
+        """Give back blocks that were unused for longest, of `size` bytes if there are so many; returns their bytes."""
         mirrors = list(self._mirrors())
         used = np.concatenate([blocks.words[:, USED] for _, blocks, _ in mirrors])
         local = np.concatenate([_local_but(blocks, keep) for _, blocks, _ in mirrors])
@@ -219,11 +220,11 @@ class Cache:
 
 
 class CacheTraffic:
-    """The bytes that are fetched of mirrors from now on, by all processes that share their caches.
+    """The bytes that are fetched into mirrors from now on, by all processes that share their caches.
 
     Args:
-        where: what they are, for the log.
-        mirrors: each cache, and the names of the folders of its mirrors.
+        where: the URL of the mirrors, for the log.
+        mirrors: cache -> the names of the folders of its mirrors.
     """
 
     def __init__(self, where: str, mirrors: Mapping[Cache, Sequence[str]]) -> None:
@@ -231,13 +232,13 @@ class CacheTraffic:
         self._before = [cache.counters(names) for cache, names in mirrors.items()]
 
     def since(self) -> tuple[int, int]:
-        """(the bytes that were fetched, those of them without repetitions)."""
+        """(the bytes that were fetched, the bytes of the blocks that were fetched: each block once)."""
         after = [cache.counters(names) for cache, names in self._mirrors.items()]
         each = [fetched(now, before) for now, before in zip(after, self._before, strict=True)]
         return sum(every for every, _ in each), sum(once for _, once in each)
 
     def tell(self, what: str) -> None:
-        """Say in the log how much it was, aloud where blocks were fetched again and again."""
+        """Say in the log how much was fetched, as a warning if blocks were fetched again and again."""
         every, once = self.since()
         if once:
             level, remedy = (logging.WARNING, AGAIN) if every > OFTEN * once else (logging.INFO, "")
@@ -249,18 +250,18 @@ Counters = Mapping[str, tuple[IntArray, Words]]
 
 
 def fetched(now: Counters, before: Counters) -> tuple[int, int]:
-    """(the bytes that were fetched between two times, those of them without repetitions)."""
+    """(the bytes fetched between two moments, the bytes of the blocks that were fetched: each block once)."""
     every = once = 0
     for name, (sizes, counters) in now.items():
-        times = counters.astype(np.int64) // 2  # each fetch and each removal is one more, and the first is 1
+        times = counters.astype(np.int64) // 2  # a counter begins at 1, and each fetch and each removal adds 1
         times -= before[name][1] // 2 if name in before else 0
-        times = np.maximum(times, 0)  # of a mirror that was made anew
+        times = np.maximum(times, 0)  # a mirror that was made anew has lower counters than before
         every, once = every + int(sizes @ times), once + int(sizes[times > 0].sum())
     return every, once
 
 
 def _local_but(blocks: Blocks, keep: Sequence[tuple[Blocks, IntArray]]) -> IntArray:
-    """(blocks,) not 0 where one may be given back."""
+    """(blocks,) not 0 for blocks that may be given back: those on the disk, but for those in `keep`."""
     local = blocks.words[:, LOCAL].astype(np.int64)
     for other, chosen in keep:
         if other is blocks:
@@ -269,7 +270,7 @@ def _local_but(blocks: Blocks, keep: Sequence[tuple[Blocks, IntArray]]) -> IntAr
 
 
 def _give_back(folder: Folder, blocks: Blocks, files: DataFiles, block: int) -> bool:
-    """Give one block back, unless somebody is at it."""
+    """Give one block back, unless somebody else holds its lock or the mirror is gone; returns whether it did."""
     with suppress(FileNotFoundError, NotADirectoryError), blocks.taken([block]) as mine, folder.held() as mirror:
         if not mine.size or mirror.file_key(NAME) != blocks.key:
             return False
