@@ -1,29 +1,31 @@
-"""What stands at a URL: packed folders file by file, what tells of them, and how either is checked. No I/O.
+"""The layout at a URL: the files of packed folders, the objects that describe them, and how both are checked. No I/O.
 
 A root::
 
     <root>/root.json                    the shards that count, and where their heads are
-    <root>/heads/<digest>.bin           the heads of some shards, one behind the other
-    <root>/<shard>/shard.json           what tells of a shard: which version of it is the newest
+    <root>/heads/<digest>.bin           the heads of some shards, one after the other
+    <root>/<shard>/shard.json           the description of a shard: its newest version
     <root>/<shard>/<version>/data/…     the data files of a packed folder
-    <root>/<shard>/<version>/head.bin   its head: what it takes to open it, in one piece
+    <root>/<shard>/<version>/head.bin   its head: all that is needed to open it, in one piece
     <root>/<shard>/<version>/blocks.npy (blocks,) u8: a digest of each block of its data files
     <root>/entries/…                    see below
 
-A head is a line of JSON `[[name, bytes], …]`, then these files one behind the other: all of a packed folder but
-`data/…`. The blocks of a data file are of `BLOCK` bytes, its header included, the last one of what is left; they are
-counted on from file to file, by the order of the names. A digest is BLAKE2b, of 8 bytes for a block, else of 16.
+A head is a line of JSON `[[name, bytes], …]`, then these files one after the other: all files of a packed folder but
+`data/…`. A data file, its header included, is cut into blocks of `BLOCK` bytes; the last block is what is left. The
+blocks are numbered through all data files, in the order of the files' names. A digest is BLAKE2b, of 8 bytes for a
+block, else of 16.
 
-No object changes once it is there, but `root.json` and `shard.json`, each of which is replaced whole. So whoever reads
-a shard reads on when it is published again: what it holds now is another version, in another folder, whose name is
-the digest of the digests of its head and of its blocks. Versions and heads that neither names any more are never
-looked for again, and stay until somebody removes them.
+No object changes once it is there, but `root.json` and `shard.json`, each of which is replaced whole. So a reader of a
+shard can go on when the shard is published again: the new version is in another folder, whose name is the digest of the
+digests of its head and of its blocks. Versions and heads that are named no more are never looked for again, and stay
+until somebody removes them.
 
-A shard counts once `root.json` lists it, or, read by its own URL, once `shard.json` is there: they are written when all
-that they name is. Who publishes replaces `root.json` on condition that it is as it was read, where the store can (S3's
-If-Match), or while holding the lock of `.lock`, in a local folder. Any other store gets an object of its own for
-each shard first, `entries/<time>.<version>.<shard>.json`, whose bytes are those of `shard.json`; then `root.json` is
-written with all entries in it, again until there is none that it lacks. Readers need neither these nor any listing.
+A shard counts once `root.json` lists it, or, read by its own URL, once `shard.json` is there. Both are written only
+when everything that they name is there. Whoever publishes replaces `root.json` on condition that it did not change
+since it was read, where the store can do that (S3's If-Match); in a local folder, while holding the lock of `.lock`.
+Any other store first gets an object of its own for each shard, `entries/<time>.<version>.<shard>.json`, with the bytes
+of `shard.json`; then `root.json` is written with all entries in it, and again until it lacks none. Readers need neither
+the entries nor any listing.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ from memmap_buffer.format.source import BLOCK
 ROOT, SHARD, HEAD, BLOCKS_FILE, HEADS = "root.json", "shard.json", "head.bin", "blocks.npy", "heads"
 FORMAT_OF_ROOT, FORMAT_OF_SHARD, VERSION = "memmap-buffer-root", "memmap-buffer-shard", 1
 MAX_ROOT_BYTES, MAX_SHARD_BYTES, MAX_LINE = 1 << 26, 1 << 16, 1 << 20
-VALUE_BYTES = 12  # of JSON on an average, at least: `[]` takes 20 times its bytes in memory, and ours has 20 a value
+VALUE_BYTES = 12  # the fewest bytes a value in JSON, on average: `[]` takes 20 times its bytes in memory; ours has 20
 MERGED, MERGED_BYTES = 1024, 1 << 26  # the most shards, and bytes, whose heads become one object
 MAX_HEAD_BYTES = 1 << 31
-PIECE = 16  # neighbouring blocks that are one request
+PIECE = 16  # the most neighbouring blocks in one request
 ENTRIES, DATA = "entries", "data/"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILE = re.compile(r"(schema\.json|(episodes|state|checksums)\.npy|(meta|extra)/[A-Za-z0-9][A-Za-z0-9._-]*)")
@@ -71,23 +73,23 @@ def block_digest(data: Any) -> int:
 
 
 def are_blocks(data: bytes, piece: range, digests: Any) -> bool:
-    """Whether some bytes are neighbouring blocks, by the digests (blocks,) of all."""
+    """Whether `data` is the bytes of the neighbouring blocks `piece`. Args: digests: (blocks,) of all blocks."""
     view, expected = memoryview(data), digests[piece.start : piece.stop].tolist()
     return bool([block_digest(view[i : i + BLOCK]) for i in range(0, len(data), BLOCK)] == expected)
 
 
 def num_blocks(size: int) -> int:
-    """How many blocks a file of so many bytes has."""
+    """The number of blocks of a file of `size` bytes."""
     return -(-size // BLOCK)
 
 
 def blocks_file(count: int) -> ArrayFile:
-    """The file of the digests of so many blocks."""
+    """The file with the digests of `count` blocks."""
     return ArrayFile(BLOCKS_FILE, np.dtype("<u8"), (count,))
 
 
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as ranges (first, stop) of those that follow one another."""
+    """Ascending numbers as ranges (first, stop), one for each run of successive numbers."""
     array = np.asarray(numbers)
     if not array.size:
         return []
@@ -98,9 +100,12 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class DataFiles:
-    """The files of a packed folder that are read block by block; blocks are counted on from file to file.
+    """The data files of a packed folder, which are read block by block; blocks are numbered through all files.
 
-    Attributes: sizes: file -> its bytes, in the order of their blocks. first: file -> its first block. count: of all.
+    Attributes:
+        sizes: file -> its bytes, in the order of their blocks.
+        first: file -> the number of its first block.
+        count: the number of all blocks.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -111,24 +116,24 @@ class DataFiles:
         self._names, self._starts = list(self.sizes), starts
 
     def place(self, block: int) -> tuple[str, int, int]:
-        """(the file, first byte, the byte behind the last) of a block."""
+        """(file, first byte, byte after the last) of a block."""
         name = self._names[bisect_right(self._starts, block) - 1]
         begin = (block - self.first[name]) * BLOCK
         return name, begin, min(begin + BLOCK, self.sizes[name])
 
     def range_of(self, piece: range) -> tuple[str, int, int]:
-        """As `place`, of neighbouring blocks in one file."""
+        """(file, first byte, byte after the last) of neighbouring blocks in one file."""
         name, begin, _ = self.place(piece[0])
         return name, begin, self.place(piece[-1])[2]
 
     def pieces(self, blocks: Sequence[int]) -> Iterator[range]:
-        """Ascending blocks as ranges of few neighbours in one file."""
+        """Ascending blocks as ranges of at most `PIECE` neighbours in one file."""
         for first, stop in runs(blocks):
             cuts = {first, stop, *range(first, stop, PIECE), *(at for at in self._starts if first < at < stop)}
             yield from (range(low, high) for low, high in pairwise(sorted(cuts)))
 
     def block_sizes(self) -> IntArray:
-        """(count,) the bytes of each block; the last one of a file is what is left of it."""
+        """(count,) the bytes of each block; the last block of a file is what is left of it."""
         sizes = np.full(self.count, BLOCK, np.int64)
         for name, first in self.first.items():
             last = first + num_blocks(self.sizes[name]) - 1
@@ -138,16 +143,16 @@ class DataFiles:
 
 @dataclass(frozen=True)
 class Shard:
-    """The facts about a shard that are known before anything of it is opened.
+    """The facts about a shard that are known before any of its files is opened.
 
     Args:
-        id: of the buffer.
-        episodes, steps: how many are visible.
-        num_bytes: of all its files.
-        version: the folder that its files are in, see `version_of`.
-        head: (digest of the object that holds its head, the first byte of it there, how many). In `shard.json` that
-            object is the version's `head.bin`, in `root.json` one of `heads/`.
-        blocks: digest of the elements of `blocks.npy` as bytes.
+        id: the id of the buffer.
+        episodes, steps: the numbers of visible episodes and steps.
+        num_bytes: the bytes of all its files.
+        version: the name of the folder that its files are in, see `version_of`.
+        head: (digest of the object that contains its head, the head's first byte there, its number of bytes). In
+            `shard.json` the object is the version's `head.bin`, in `root.json` one of `heads/`.
+        blocks: the digest of the elements of `blocks.npy` as bytes.
     """
 
     id: str
@@ -164,11 +169,11 @@ class Shard:
 
     @property
     def mirror(self) -> str:
-        """The name of its folder in a cache; what was published anew has another."""
+        """The name of its folder in a cache; another version has another name."""
         return f"{self.id}-{self.version}"
 
     def is_head(self, head: bytes) -> bool:
-        """Whether these are the bytes of its head, wherever they were read."""
+        """Whether these bytes are its head, wherever they were read."""
         return len(head) == self.head[2] and version_of(head, self.blocks) == self.version
 
     def to_json(self) -> bytes:
@@ -186,15 +191,15 @@ class Root:
     """The content of `root.json`.
 
     Args:
-        shards: name -> what is known of it.
-        heads: digest of an object in `heads/` -> its bytes.
+        shards: name -> the facts about the shard.
+        heads: digest of an object in `heads/` -> its number of bytes.
     """
 
     shards: Mapping[str, Shard] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """The bytes of `root.json`. Raises SchemaError where these are more than are read."""
+        """The bytes of `root.json`. Raises SchemaError: they are more than a reader accepts."""
         shards = {name: asdict(shard) for name, shard in self.shards.items()}
         data = _dumps(
             {"format": FORMAT_OF_ROOT, "version": VERSION, "block": BLOCK, "heads": dict(self.heads), "shards": shards}
@@ -227,24 +232,24 @@ class Root:
         return name in self.shards and self.shards[name].version == version
 
     def with_shards(self, shards: Mapping[str, Shard], heads: Mapping[str, int]) -> Root:
-        """The root with more shards, or others under their names; heads that no shard has any more are left out."""
+        """The root with shards added or replaced by name, and without heads that no shard uses any more."""
         shards = {**self.shards, **shards}
         used = {shard.head[0] for shard in shards.values()}
         return replace(self, shards=shards, heads={k: n for k, n in {**self.heads, **heads}.items() if k in used})
 
 
 def version_of(head: bytes, blocks: str) -> str:
-    """The name of a version of a shard, by which its head is checked, too.
+    """The name of a version of a shard. It is a digest, by which the head is checked, too.
 
     Args:
         head: the bytes of its head.
-        blocks: the digest of its list of digests.
+        blocks: the digest of the elements of its `blocks.npy`.
     """
     return digest(f"{digest(head)}{blocks}".encode())
 
 
 def head_object(name: str) -> str:
-    """The path of an object with the heads of shards, by its digest."""
+    """The path of the object with heads of shards whose digest is `name`."""
     return f"{HEADS}/{name}.bin"
 
 
@@ -259,13 +264,13 @@ def is_head_file(name: str) -> bool:
 
 
 def make_head(files: Mapping[str, bytes]) -> bytes:
-    """The head of a shard of its files by name."""
+    """The head of a shard. Args: files: name -> content."""
     line = json.dumps([[name, len(data)] for name, data in files.items()]).encode() + b"\n"
     return line + b"".join(files.values())
 
 
 def open_head(data: bytes, where: str) -> dict[str, bytes]:
-    """The files that a head holds. Raises CorruptBufferError."""
+    """Name -> content of the files in a head. Raises CorruptBufferError: it is no head."""
     line, newline, _ = data[:MAX_LINE].partition(b"\n")
     try:
         sizes = [(str(name), _whole(size)) for name, size in json.loads(line)]
@@ -297,7 +302,7 @@ def _shard(spec: Any, where: str) -> Shard:
 
 
 def _require_size(what: str, size: int, where: str) -> None:
-    """Raise CorruptBufferError where heads that are to be read into memory are said to be larger than any."""
+    """Raise CorruptBufferError if heads, which are read into memory, are said to be larger than heads may be."""
     if size > MAX_HEAD_BYTES:
         text = f"{what} of {size} bytes, expected at most {MAX_HEAD_BYTES}; publish it again"
         raise CorruptBufferError(f"{where}: {text}")

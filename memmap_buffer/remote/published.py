@@ -1,4 +1,4 @@
-"""`Published`: a version of a folder at a URL, which never changes: its head, its layout, the digests of its blocks."""
+"""`Published`: a version of a packed folder at a URL, which never changes: its head, layout and digests of blocks."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Published:
 
     Args:
         objects: the store.
-        shard: what is known of it.
-        name: of the shard, where the URL is that of its root.
+        shard: the facts about it.
+        name: the name of the shard, if the URL is that of its root; else "".
     """
 
     def __init__(self, objects: Objects, shard: Shard, name: str = "") -> None:
@@ -64,7 +64,7 @@ class Published:
 
     @property
     def where(self) -> str:
-        """The URL, as it may be shown."""
+        """The URL, without credentials."""
         return self.objects.name_of(self.name)
 
     def read_head(self) -> bytes:
@@ -74,7 +74,10 @@ class Published:
         return head
 
     def open(self) -> tuple[Layout, dict[str, bytes]]:
-        """(its layout, the files of its head, which are as that says). Raises CorruptBufferError, RemoteError."""
+        """(its layout, name -> content of the files of its head), whose sizes and headers are checked by the layout.
+
+        Raises: CorruptBufferError, RemoteError.
+        """
         files = open_head(self.read_head(), self.where)
         layout: Layout | None = self.__dict__.get("layout")
         if layout is None:
@@ -92,7 +95,7 @@ class Published:
         return layout, files
 
     def head(self) -> dict[str, bytes]:
-        """The files that are there whole: all but those of the fields."""
+        """File -> its bytes, for the files that are always there whole: all but the files of fields."""
         return self.open()[1]
 
     @cached_property
@@ -106,40 +109,40 @@ class Published:
 
     @cached_property
     def digests(self) -> Array:
-        """(blocks,) u8, fetched when the first block is."""
+        """(blocks,) u8: the digests of all blocks, fetched when the first of them is needed."""
         require_digests([self])
         digests: Array = self.__dict__["digests"]
         return digests
 
     def kept_digests(self) -> bytes:
-        """Digests that were kept; b"" where none were."""
+        """The bytes of the digests that `keep_digests` kept; b"" where it kept none."""
         return b""
 
     def keep_digests(self, content: bytes) -> None:
         """Keep digests for the next time, if there is room."""
 
     def take_digests(self, content: bytes) -> bool:
-        """Have the digests, if these bytes are they."""
+        """Take bytes as the digests if they are those that were published; returns whether they are."""
         if digest(content) != self.shard.blocks:
             return False
         self.__dict__["digests"] = np.frombuffer(content, np.uint64)
         return True
 
     def range_of(self, piece: range) -> Range:
-        """Where neighbouring blocks of a file stand in the store."""
+        """(path in the store, first byte, byte after the last) of neighbouring blocks of a file."""
         name, begin, stop = self.files.range_of(piece)
         return self.prefix + name, begin, stop
 
     def is_right(self, piece: range, data: bytes) -> bool:
-        """Whether these are the bytes of neighbouring blocks."""
+        """Whether `data` is the bytes of the neighbouring blocks `piece`."""
         return are_blocks(data, piece, self.digests)
 
 
 def require_digests(folders: Sequence[Published]) -> None:
-    """Have the digests of folders, those that were kept or all others together.
+    """Load the digests of folders: those that were kept, and from the store all others together.
 
     Raises:
-        RemoteError: the store fails, or they are others than those that were published.
+        RemoteError: the store fails, or its digests are not those that were published.
     """
     lacking = [each for each in folders if "digests" not in vars(each) and not each.take_digests(each.kept_digests())]
     for objects in {each.objects for each in lacking}:

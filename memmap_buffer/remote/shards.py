@@ -20,13 +20,13 @@ from memmap_buffer.remote.objects import Objects
 from memmap_buffer.remote.published import nothing_at, read_root, read_shard
 
 log = logging.getLogger("memmap_buffer")
-LOOK_SECONDS = 10.0  # how often a root is asked whether it has more shards
+LOOK_SECONDS = 10.0  # `root.json` is read again after so many seconds, for more shards
 CACHE = "~/.cache/memmap_buffer"
 _NUMBERED = re.compile(r"shard-([0-9]{5})")
 
 
 def cache_of(path: str | PathLike[str] | None, limit: int | None) -> Cache:
-    """The cache at a path, or where it is where none is given."""
+    """The cache at a path; None: at the default path `CACHE`."""
     return Cache(path_of(CACHE if path is None else path), limit)
 
 
@@ -45,14 +45,14 @@ def open_url(url: str, options: Mapping[str, Any] | None, cache: Cache) -> Mirro
 
 
 class RemoteShards:
-    """The shards of a root at a URL; the same face as `format.shards.Shards`.
+    """The shards of a root at a URL; it is used like `format.shards.Shards`.
 
     Args:
-        url: of the root.
+        url: the URL of the root.
         options: for fsspec.
-        cache: where mirrors lie.
-        root: what `root.json` said when it was last read.
-        numbers: which number each shard got so far.
+        cache: the cache in which mirrors lie.
+        root: the content of `root.json` when it was last read.
+        numbers: name of a shard -> the number that it got.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class RemoteShards:
 
     @property
     def root(self) -> Path:
-        """For texts."""
+        """The URL of the root as a path, to be shown in texts only."""
         return Path(self._objects.name_of(""))
 
     def look(self) -> dict[int, Storage]:
-        """The storages, those included that were published since; the same dict where there are none.
+        """Number -> storage, with shards that were published since the last look; the same dict if there are none.
 
         Raises:
             NotABufferError: nothing was published there.
@@ -91,7 +91,7 @@ class RemoteShards:
         elif now - self._read_at > LOOK_SECONDS:
             try:
                 self._root = self._read_root()
-            except (MemmapBufferError, OSError) as error:  # what is known of it can be read on
+            except (MemmapBufferError, OSError) as error:  # the shards that are known can still be read
                 log.warning("%s; its shards are those that were known before", error)
             self._read_at = time.monotonic()
         new = {name: shard for name, shard in self._root.shards.items() if self._versions.get(name) != shard.version}
@@ -106,11 +106,11 @@ class RemoteShards:
                     storages[numbers[name]] = mirror.storage()
                     self._versions[name] = shard.version
             self.storages = self.storages | dict(sorted(storages.items()))  # each stays in the place that it has
-            self._read_at = time.monotonic()  # however long that took
+            self._read_at = time.monotonic()  # counted from now, however long the opening took
         return self.storages
 
     def reach(self, numbers: Iterable[int]) -> dict[int, Storage]:
-        """The storages, as `look` returns them; a number that there is none of stays unknown."""
+        """The storages as `look` returns them, read anew if one of `numbers` is missing; it may still be missing."""
         if any(number not in self.storages for number in numbers):
             self._read_at = -LOOK_SECONDS
             return self.look()
@@ -122,9 +122,10 @@ class RemoteShards:
         return [storages[numbers[name]] for name in sorted(numbers)]
 
     def _numbers(self) -> dict[str, int]:
-        """The number of each shard: that in its name, unless one before it in the list has it; else the next.
+        """Name -> number of each shard: the number in its name, unless a shard before it in the list has it; else the
+        highest number so far + 1.
 
-        The next one is behind the highest so far. The list only grows at its end, so all who read it agree.
+        The list only grows at its end, so all readers give the same numbers.
         """
         assert self._root is not None
         numbers = self._known_numbers
@@ -146,7 +147,7 @@ class RemoteShards:
         return root
 
     def _fetch_heads(self, names: Iterable[str]) -> Iterator[str]:
-        """Have the objects that hold heads, all together; the name of each, as it is there."""
+        """Fetch the objects with heads that the cache lacks, all together; gives each name once its object is there."""
         assert self._root is not None
         there = {name: not self._cache.lacks_head(name) for name in names}
         yield from (name for name in names if there[name])
