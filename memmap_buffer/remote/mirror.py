@@ -1,8 +1,8 @@
-"""`Mirror`: a sparse local copy of a packed folder at a URL, whose blocks are fetched when rows of them are read.
+"""`Mirror`: a sparse local copy of a packed folder at a URL, whose blocks are fetched when rows in them are read.
 
-The copy is a folder of the same files, made when the first row of it is read; until then its head is enough. Before
-rows are copied `bring` has their blocks fetched; `Taken` tells afterwards whether all of them stayed while they were
-copied. A copy that a stranger cut or removed is made anew.
+The copy is a folder with the same files, made when the first row is read; until then the head is enough. Before rows
+are copied, `bring` fetches their blocks; afterwards `Taken` tells whether all of these blocks stayed during the
+copying. A copy that a stranger cut or removed is made anew.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
     from memmap_buffer.remote.objects import Objects
 
 T = TypeVar("T")
-TOGETHER = 2048  # blocks that are fetched at a time, so that others wait for their locks
-WHOLE = 16384  # blocks of a mirror that are looked at all together
+TOGETHER = 2048  # the most blocks that are fetched under locks at a time, as others wait for these locks
+WHOLE = 16384  # mirrors of at most so many blocks are looked at as a whole, see `Taken.add_whole`
 DIGESTS = "mirror/digests"
-PATIENCE = 60.0  # seconds in which no room was found, or no rows stayed until they were copied
-OPENINGS = 5
-_NOT_WHOLE = (FileNotFoundError, NotADirectoryError, CorruptBufferError)  # what opening a local copy raises
-_ahead: tuple[int, SimpleQueue[Wanted]] | None = None  # of which process; what its threads are to fetch
+PATIENCE = 60.0  # seconds to go on trying if there is no room, or if blocks go before their rows are copied
+OPENINGS = 5  # attempts to open a local copy that others remove
+_NOT_WHOLE = (FileNotFoundError, NotADirectoryError, CorruptBufferError)  # opening a local copy that is not whole
+_ahead: tuple[int, SimpleQueue[Wanted]] | None = None  # a process, the queue of what its threads fetch ahead
 
 
 class Local:
-    """The local copy of a shard as this process has it mapped.
+    """The local copy of a shard, as this process has mapped it.
 
     Args:
-        folder: it, held.
+        folder: its folder, held.
         blocks: which of its blocks are there.
-        layout: of the shard.
+        layout: the layout of the shard.
 
     Attributes:
         arrays: its data files, by their keys in the layout.
-        coded: what was made of them to decode fields.
+        coded: compressed field -> its blobs and dictionary, for the fields that were decoded so far.
     """
 
     def __init__(self, folder: Folder, blocks: Blocks, layout: Layout) -> None:
@@ -71,14 +71,15 @@ class Local:
 
 
 class Mirror(Published):
-    """A packed folder at a URL, and what is there of it.
+    """A packed folder at a URL, and its local copy.
 
     Args:
         objects: the store.
-        shard: what is known of it.
-        name: of the shard, where the URL is that of its root.
+        shard: the facts about it.
+        name: the name of the shard, if the URL is that of its root; else "".
         cache: where its local copy lies.
-        heads: the bytes of the object in the root that its head is in, too; None: its head is one of its version.
+        heads: the number of bytes of the object in the root that contains its head; None: read the `head.bin` of its
+            version.
     """
 
     def __init__(self, objects: Objects, shard: Shard, name: str, cache: Cache, heads: int | None = None) -> None:
@@ -116,11 +117,11 @@ class Mirror(Published):
             Folder(self.path).write_new(DIGESTS, content, sync=False)
 
     def sizes_of(self, fields: Sequence[str]) -> list[int]:
-        """The bytes of each file that rows of fields are read from."""
+        """The size in bytes of each file of these fields."""
         keys = (key for name in fields for key in (name, name + BLOBS))
         return [self.layout.arrays[key].size for key in keys if key in self.layout.arrays]
 
-    # What readers ask it, see `Source`
+    # What readers ask for, see `Source`
 
     @property
     def limit(self) -> int | None:
@@ -129,24 +130,24 @@ class Mirror(Published):
 
     @property
     def num_rows(self) -> int:
-        """How many timesteps the folder has."""
+        """The number of timesteps in the folder."""
         return self.layout.rows or 0
 
     def whole(self) -> Taken | None:
-        """All blocks, where all are there; else None."""
+        """All blocks, if all are there; else None."""
         taken = Taken()
         return taken if taken.add_whole(self) else None
 
     def bring(self, wanted: Wanted) -> Taken:
-        """Have the blocks of rows there."""
+        """Fetch the blocks of rows that are not there yet, and wait for them."""
         return bring(wanted)
 
     def bring_later(self, wanted: Wanted) -> None:
-        """Have the blocks of rows fetched in a thread; what fails is told when they are read."""
+        """Fetch the blocks of rows in another thread; an error is raised only when they are read."""
         bring_later(wanted)
 
     def traffic(self, storages: Sequence[Storage]) -> Traffic:
-        """The traffic from now on into the caches of some folders."""
+        """The traffic from now on into the caches of these folders."""
         names: dict[Cache, list[str]] = {}
         for storage in storages:
             mirror = mirror_of(storage)
@@ -157,7 +158,7 @@ class Mirror(Published):
 
     @property
     def local(self) -> Local:
-        """The local copy, made or made anew where it is not whole."""
+        """The local copy as it is mapped; it is made, or made anew, if it is not there or not whole."""
         local = self._local
         if local is None:
             local = self._local = self._opened()
@@ -165,11 +166,11 @@ class Mirror(Published):
 
     @property
     def blocks(self) -> Blocks:
-        """The state of its blocks."""
+        """The blocks of the local copy."""
         return self.local.blocks
 
     def unmap(self) -> None:
-        """Map it again when it is used again."""
+        """Let go of the maps of the local copy; the next use maps it again."""
         self._local = None
 
     def _opened(self) -> Local:
@@ -184,7 +185,11 @@ class Mirror(Published):
             return Local(folder, self.cache.blocks_of(folder, self.files), self.layout)
 
     def _make(self) -> None:
-        """Make a local copy of which no block is there, whole; one that another process made meanwhile may go again."""
+        """Make a local copy without any block, which appears whole by a rename.
+
+        If something stands in its place, it is dropped, and the other is removed unless it can be opened: the caller
+        tries again.
+        """
         new = self.path.with_name(f"{self.path.name}.new-{random_bytes(8).hex()}")
         folder = Folder(new)
         folder.create()
@@ -217,9 +222,9 @@ class Mirror(Published):
     # Blocks
 
     def blocks_of(self, name: str, begin: IntArray, end: IntArray) -> IntArray:
-        """The blocks that hold some ranges of bytes of a file, ascending."""
+        """The blocks, ascending, that hold ranges of bytes of a file. Args: begin, end: (N,) of the ranges."""
         first, size = self.files.first[name], self.files.sizes[name]
-        begin, end = np.clip(begin, 0, size - 1), np.minimum(end, size)  # an index that was forged may say anything
+        begin, end = np.clip(begin, 0, size - 1), np.minimum(end, size)  # a forged index may tell any numbers
         low, high = begin // BLOCK, np.maximum(end - 1, begin) // BLOCK
         mask = np.zeros(num_blocks(size), np.bool_)
         mask[low] = mask[high] = True
@@ -229,13 +234,13 @@ class Mirror(Published):
         return first + np.flatnonzero(mask)
 
     def blocks_of_rows(self, rows: Rows) -> IntArray:
-        """The blocks that hold rows of a field, of one that is compressed those of its index."""
+        """The blocks that hold rows of a field; for a compressed field, rows of its index."""
         layout = self.layout
         file, width = layout.arrays[rows.name], layout.schema.fields[rows.name].in_file.itemsize
         return self.blocks_of(file.name, len(file.header) + rows.low * width, len(file.header) + rows.high * width)
 
     def blocks_of_blobs(self, rows: Rows) -> IntArray:
-        """The blocks that hold the blobs of rows, whose index is there."""
+        """The blocks that hold the blobs of rows. The blocks of their index must be there."""
         index, file = self.local.arrays[rows.name], self.layout.arrays[rows.name + BLOBS]
         row = _expanded(rows.low, rows.high)
         begin, length = index[row, 0].astype(np.int64), lengths_of(index[row]).astype(np.int64)
@@ -243,7 +248,7 @@ class Mirror(Published):
         return self.blocks_of(file.name, offset, offset + length[length > 0]) if offset.size else offset
 
     def write(self, blocks: Blocks, piece: range, data: bytes) -> None:
-        """Have neighbouring blocks there, whose locks are held."""
+        """Write neighbouring blocks, whose locks are held, and note that they are there."""
         name, start, _ = self.files.place(piece[0])
         with self._held_folder(blocks) as folder, folder.changing(name, self.files.sizes[name]) as fd:
             try:
@@ -258,7 +263,7 @@ class Mirror(Published):
                 blocks.change(block)
 
     def look_at(self, blocks: Blocks, chosen: IntArray) -> None:
-        """Find those of some absent blocks that were written before another boot, or a kill, and are whole."""
+        """Note absent blocks as there whose bytes on the disk are right: after a boot of the machine, or a kill."""
         chosen = chosen[blocks.words[chosen, LOCAL] != 0]
         if not chosen.size:
             return
@@ -271,7 +276,7 @@ class Mirror(Published):
 
     @contextmanager
     def _held_folder(self, blocks: Blocks) -> Iterator[Folder]:
-        """The folder whose blocks these are. Raises _RemovedError where it stands there no more."""
+        """The folder of the local copy, held. Raises _RemovedError: it is gone, or `blocks` are of another copy."""
         try:
             with Folder(self.path).held() as folder:
                 if folder.file_key(NAME) != blocks.key:
@@ -283,18 +288,18 @@ class Mirror(Published):
     # Rows
 
     def storage(self, verify: str = "auto") -> MirrorStorage:
-        """The folder, open for reading; rows of it are fetched when they are read."""
+        """The folder, open for reading; its rows are fetched when they are read."""
         storage = MirrorStorage(self, verify)
         storage.refresh()
         storage.check_always()
         return storage
 
     def rows(self, name: str) -> Array:
-        """The rows of a field, or the index of its blobs, as they are mapped."""
+        """The mapped rows of a field; for a compressed field, its index."""
         return self.local.arrays[name]
 
     def coded(self, name: str) -> CodedRows:
-        """The blobs and the dictionary that it takes to decode a field."""
+        """The mapped blobs of a compressed field, and its dictionary."""
         local, key = self.local, name + DICTIONARY
         coded_rows = local.coded.get(name)
         if coded_rows is None:
@@ -304,13 +309,16 @@ class Mirror(Published):
         return coded_rows
 
     def _all_of(self, key: str) -> Array:
-        """All of a data file."""
+        """A copy of a whole data file, whose blocks are fetched for it."""
         file = self.layout.arrays[key]
         blocks = self.blocks_of(file.name, np.zeros(1, np.int64), np.array([file.size]))
         return self.copied(lambda: fetch({self: blocks}), lambda: self.local.arrays[key].copy())
 
     def copied(self, bring: Callable[[], Taken], copy: Callable[[], T]) -> T:
-        """A copy of what is brought, made until all of it stayed meanwhile."""
+        """The result of `copy`, repeated until all blocks that `bring` fetched stayed there during the copying.
+
+        Raises: SchemaError: they did not within `PATIENCE`, as the cache is too small for its readers.
+        """
         until = time.monotonic() + PATIENCE
         while True:
             taken = bring()
@@ -329,7 +337,7 @@ class _RemovedError(Exception):
 
 
 class _ByName(Mapping[str, T]):
-    """Values that are looked up when they are used: the copy that they come from may be another one each time."""
+    """Values that are looked up at each use: the local copy that they come from may be another one by then."""
 
     def __init__(self, names: Mapping[str, Any], find: Callable[[str], T]) -> None:
         self._names, self._find = names, find
@@ -350,7 +358,7 @@ class _ByName(Mapping[str, T]):
 
 
 class MirrorStorage(Storage):
-    """A shard open for reading; what it shows is in its head, and its rows are mapped when they are read."""
+    """A shard open for reading: records and meta fields come from its head, and rows are mapped when they are read."""
 
     def __init__(self, mirror: Mirror, verify: str = "auto") -> None:
         self.mirror: Mirror = mirror
@@ -359,7 +367,7 @@ class MirrorStorage(Storage):
 
     @property
     def folder(self) -> Folder:
-        """The local copy, for what else is kept in it, as priorities."""
+        """The folder of the local copy, made if it is missing: other things are kept in it, too, such as priorities."""
         _ = self.mirror.local
         return self._folder
 
@@ -426,32 +434,32 @@ class MirrorStorage(Storage):
         return self.mirror.copied(lambda: bring(wanted), lambda: read(name, first, stop, sums))
 
     def slices_of(self, name: str, steps: int) -> Array:
-        return slices_of(self.maps.rows[name], steps)  # not kept: it would keep a map that is not used any more
+        return slices_of(self.maps.rows[name], steps)  # not kept: it would keep the map of a copy that was unmapped
 
 
 # Several mirrors together
 
 
 def mirror_of(storage: Storage) -> Mirror:
-    """The mirror of a folder that has one."""
+    """The mirror of a storage that has one."""
     assert isinstance(storage.mirror, Mirror)
     return storage.mirror
 
 
 def bring(wanted: Wanted) -> Taken:
-    """Have the blocks of rows there."""
+    """Fetch the blocks of rows, and of their blobs, that are not there yet, and wait for them."""
     taken = Taken()
     parts = [(storage, rows) for storage, rows in wanted if not taken.add_whole(mirror_of(storage))]
     chosen = _blocks_of(parts)
     taken += fetch(chosen)
     if blobs := _blocks_of(parts, blobs=True):
         both = {m: np.union1d(these, blobs.get(m, these)) for m, these in chosen.items()}
-        taken += fetch(both)  # none for another
+        taken += fetch(both)  # together, so that no block is given back for another of them
     return taken
 
 
 def _blocks_of(wanted: Wanted, *, blobs: bool = False) -> Chosen:
-    """The blocks of rows, ascending, or those of their blobs, whose index is there."""
+    """Mirror -> the blocks of the rows, ascending; with `blobs` those of their blobs, whose index must be there."""
     blocks: dict[Mirror, list[IntArray]] = {}
     for storage, rows in wanted:
         mirror = mirror_of(storage)
@@ -469,18 +477,20 @@ def _remove(folder: Path) -> None:
 
 
 def bring_later(wanted: Wanted) -> None:
-    """Have the blocks of rows fetched in a thread; what fails is told when they are read."""
+    """Fetch the blocks of rows in another thread; an error is raised only when they are read."""
     global _ahead
     if _ahead is None or _ahead[0] != process_id():
         _ahead = process_id(), SimpleQueue()
         arguments = _ahead[1], threading.Lock()
-        for _ in range(2):  # of no executor: a program that ends waits for its threads
+        for _ in range(2):  # daemon threads, not an executor's: the end of the program would wait for those
             threading.Thread(target=_bring_each, args=arguments, name="memmap_buffer fetch", daemon=True).start()
     _ahead[1].put(wanted)
 
 
 def _bring_each(asked: SimpleQueue[Wanted], turn: threading.Lock) -> None:
-    """Of two threads the second asks once the first has, so that the line is busy while that one writes."""
+    """The work of each of two threads. `turn` lets one request at a time: once its blocks begin to come, the other may
+    request the next ones, so that the line is busy while the first one writes.
+    """
     while True:
         with ExitStack() as locks:
             locks.enter_context(turn)
@@ -498,10 +508,14 @@ def _bring_quietly(wanted: Wanted, begun: Callable[[], None]) -> None:
 
 
 class Taken(list[tuple[Mirror, Blocks, IntArray, Words]]):
-    """Blocks that were there when rows of them were about to be copied, and their counters then."""
+    """Blocks that were there before their rows were copied, and their counters at that moment."""
 
     def add_whole(self, mirror: Mirror) -> bool:
-        """Whether all blocks of a mirror are there, which are noted then: no need to find those that are read."""
+        """Add all blocks of a mirror, if all are there; returns whether they are.
+
+        Then the blocks of the rows that are read need not be found. It is not tried with a bounded cache, or for a
+        mirror of more than `WHOLE` blocks.
+        """
         blocks = mirror.local.blocks
         mirror.cache.use(mirror, len(mirror.files.sizes) + 1)
         if mirror.cache.limit is not None or len(blocks.words) > WHOLE:
@@ -514,7 +528,7 @@ class Taken(list[tuple[Mirror, Blocks, IntArray, Words]]):
         return True
 
     def unchanged(self) -> bool:
-        """Whether all of them were there all the time, in the copy that is read."""
+        """Whether all of these blocks have been there ever since, in the local copy that is mapped now."""
         return all(
             mirror.local.blocks is blocks
             and not (counters & np.uint32(1)).any()
@@ -527,19 +541,20 @@ Chosen = dict[Mirror, IntArray]
 
 
 def _nothing() -> None:
-    """For who has nothing to do then."""
+    """Do nothing: for callers of `fetch` that need no `begun`."""
 
 
 def fetch(chosen: Chosen, begun: Callable[[], None] = _nothing) -> Taken:
-    """Have blocks, ascending, of mirrors there; with their counters.
+    """Fetch the blocks of mirrors that are absent; returns all of `chosen`, with their counters.
 
     Args:
-        chosen: the blocks.
-        begun: called, more than once, when all that nobody else fetches is asked for, and the first of it has come.
+        chosen: mirror -> blocks, ascending.
+        begun: called, perhaps more than once, when all blocks that nobody else fetches are requested, and the first of
+            them has come.
 
     Raises:
         RemoteError: the store fails.
-        SchemaError: they are more than the bound of the cache.
+        SchemaError: the blocks are more than the bound of the cache.
         OSError: the disk is full.
     """
     for _ in range(OPENINGS):
@@ -571,7 +586,9 @@ def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], 
 
 
 def _uninterrupted(work: Callable[[], None]) -> None:
-    """Do what takes locks in another thread than the main one, which alone Ctrl-C interrupts, also as it gives them."""
+    """Do work that takes locks, but not in the main thread: only that can be interrupted by Ctrl-C, which might come
+    while it gives a lock back.
+    """
     if threading.current_thread() is not threading.main_thread():
         work()
         return
@@ -598,7 +615,7 @@ def _fetch_absent(
     blocks: Mapping[Mirror, Blocks],
     begun: Callable[[], None],
 ) -> None:
-    """Fetch blocks, so many at a time; those that others fetch are waited for at the end."""
+    """Fetch absent blocks, `size` at a time; at the end, wait for those that others fetch."""
     until = time.monotonic() + PATIENCE
     while absent:
         part = _by_mirror(absent[:size])
@@ -628,7 +645,7 @@ def _fetch_held(
     keep: Sequence[tuple[Blocks, IntArray]],
     begun: Callable[[], None],
 ) -> bool:
-    """Fetch blocks whose locks are held; False where the cache has no room for them beside those that are kept."""
+    """Fetch blocks whose locks are held; False if the cache has no room for them beside the blocks `keep`."""
     part = {mirror: blocks[mirror].absent(these) for mirror, these in part.items()}
     require_digests([mirror for mirror, these in part.items() if these.size])
     for mirror, these in part.items():
@@ -644,7 +661,7 @@ def _fetch_held(
 
 
 def _stream(objects: Objects, part: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], None]) -> None:
-    """Fetch blocks of one store. They are compared and written in the threads that got them, while others come."""
+    """Fetch blocks of one store. The thread that receives a piece checks and writes it, while others still come."""
     mine = [(mirror, piece) for mirror, these in part.items() for piece in mirror.files.pieces(these.tolist())]
     writing = _Writing(mine, blocks)
     ranges = [mirror.range_of(piece) for mirror, piece in mine]
@@ -657,7 +674,7 @@ def _stream(objects: Objects, part: Chosen, blocks: Mapping[Mirror, Blocks], beg
 
 
 class _Writing:
-    """The pieces of blocks that are fetched, each written by the thread that got it."""
+    """The writing of pieces (neighbouring blocks) that are fetched, each by the thread that received it."""
 
     def __init__(self, pieces: Sequence[tuple[Mirror, range]], blocks: Mapping[Mirror, Blocks]) -> None:
         self._pieces, self._blocks = pieces, blocks
@@ -666,7 +683,7 @@ class _Writing:
         self._failed: Exception | None = None
 
     def take(self, i: int, data: bytes) -> bool:
-        """Write a piece if it is right; whether it is."""
+        """Write piece `i` if its bytes are right; returns whether they are."""
         mirror, piece = self._pieces[i]
         if not mirror.is_right(piece, data):
             return False
@@ -677,7 +694,7 @@ class _Writing:
         try:
             mirror.write(self._blocks[mirror], piece, data)
         except (OSError, _RemovedError) as error:
-            self._failed = error  # it is not the store that failed, so it is not asked again
+            self._failed = error  # returns True all the same: the store did not fail, so it must not be asked again
         finally:
             with self._changed:
                 self._at_work -= 1
@@ -685,12 +702,12 @@ class _Writing:
         return True
 
     def require(self) -> None:
-        """Raise what a write did."""
+        """Raise the error of a write that failed."""
         if self._failed is not None:
             raise self._failed
 
     def end(self) -> None:
-        """Nothing is written any more when this returns, so that the locks may go."""
+        """End the writing: when this returns, nothing is written any more, so the locks may be given back."""
         with self._changed:
             self._ended = True
             self._changed.wait_for(lambda: not self._at_work)
@@ -704,7 +721,7 @@ def _by_mirror(absent: Sequence[tuple[Mirror, int]]) -> Chosen:
 
 
 def _expanded(low: IntArray, high: IntArray) -> IntArray:
-    """The rows of ranges."""
+    """The numbers low … high - 1 of each range, one range after the other."""
     counts = high - low
     rows: IntArray = np.repeat(low, counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return rows
