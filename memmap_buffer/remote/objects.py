@@ -1,7 +1,8 @@
-"""What stands under a URL, by fsspec: read and written by path, with retries and time-outs. Knows no buffer.
+"""`Objects`: objects under a URL, read and written by path through fsspec, with retries and time-outs.
 
-All that speaks to a store is here. What fails is tried again, unless another try cannot help; then it is a RemoteError.
-Its text, like every other, has URLs without user, password and query: these are credentials.
+Nothing else speaks to a store, and nothing here knows of buffers. A request that fails is tried again, unless that
+cannot help; in the end it raises RemoteError. Its text, like every text here, shows URLs without user, password and
+query, as these are credentials.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from memmap_buffer.extras import extra
 from memmap_buffer.format.syscalls import after_fork, process_id
 
 TRIES, FIRST_PAUSE, LONGEST_PAUSE = 6, 0.1, 10.0  # seconds; each pause is twice the one before
-TIMEOUT, SLOWEST = 20.0, 1 << 18  # seconds, and bytes per second that a request may be as slow as
-IN_FLIGHT, BYTES_IN_FLIGHT = 64, 64 << 20  # ranges, and the bytes of them, that are asked for at a time
+TIMEOUT, SLOWEST = 20.0, 1 << 18  # a request may take so many seconds, and one more for each so many bytes
+IN_FLIGHT, BYTES_IN_FLIGHT = 64, 64 << 20  # the most ranges, and the most bytes, that are requested at a time
 PART = 8 << 20  # bytes of a large object that are sent at a time
 MOST_PARTS = 9000  # S3 takes 10,000
 NO_RANGES = "the server sends the whole object, it has no ranges"
@@ -33,16 +34,16 @@ _HOPELESS_NAMES = ("NoCredentialsError", "PartialCredentialsError")  # of botoco
 _RETRIED_STATUS = (408, 425, 429)
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _CHANGED_NAMES = ("PreconditionFailed", "ConditionalRequestConflict")
-_file_systems: list[Any] = []  # all that were opened: a forked child that dropped its parent's would close them there
+_file_systems: list[Any] = []  # all that were opened, kept: else a forked child would drop and so close its parent's
 
 
 def shown(text: str) -> str:
-    """A URL, or a text that has some, without users, passwords and queries."""
+    """A text without the users, passwords and queries of the URLs in it."""
     return _URL.sub(lambda match: match[1] + match[3], text)
 
 
 class _Unfit(Exception):
-    """An answer that is not what was asked for: `again` whether another try may help."""
+    """The error for an answer that is not what was asked for. Args: again: whether another try may help."""
 
     def __init__(self, what: str, again: bool = True) -> None:
         super().__init__(what)
@@ -50,17 +51,17 @@ class _Unfit(Exception):
 
 
 class _Line:
-    """Room for what is in flight, given in the order in which it was asked for.
+    """Room for the ranges that are in flight, given in the order in which they ask for it.
 
-    The bytes are bounded, too: many large ranges that share a bandwidth would all arrive in the same moment, and
-    nothing would while they are checked and written.
+    Their bytes are bounded, too: many large ranges that share a bandwidth would all arrive at the same moment, and
+    nothing would arrive while they are checked and written.
     """
 
     def __init__(self) -> None:
         self._room, self._turn, self._room_freed = BYTES_IN_FLIGHT, asyncio.Lock(), asyncio.Event()
 
     async def enter(self, size: int) -> int:
-        """Wait for the turn of a range of so many bytes; the room that it has then, and gives back by `leave`."""
+        """Wait until a range of `size` bytes has room; returns the room, which is given back by `leave`."""
         size = min(max(size, BYTES_IN_FLIGHT // IN_FLIGHT), BYTES_IN_FLIGHT)
         async with self._turn:
             while self._room < size:
@@ -70,13 +71,13 @@ class _Line:
         return size
 
     def leave(self, room: int) -> None:
-        """Something is not in flight any more."""
+        """Give the room back of a range that is not in flight any more."""
         self._room += room
         self._room_freed.set()
 
 
 class _Opened(NamedTuple):
-    """The file system of a URL as this process has it."""
+    """The file system of a URL, as this process has opened it."""
 
     process: int
     fs: Any
@@ -89,10 +90,10 @@ class Objects:
     """The objects under a URL. It pickles, and a forked child makes connections of its own.
 
     Args:
-        url: any that fsspec knows, or a path.
-        storage_options: for the file system of fsspec; credentials, say.
+        url: any URL that fsspec knows, or a path.
+        storage_options: options for the file system of fsspec, such as credentials.
         tries: how often a request is made before it is given up.
-        timeout: seconds until a request is given up, besides those that its bytes take at `SLOWEST`.
+        timeout: seconds that a request may take, besides the seconds that its bytes take at `SLOWEST`.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Objects:
         return shown(self.url)
 
     def name_of(self, path: str) -> str:
-        """The URL of an object, as it may be shown."""
+        """The URL of an object, without credentials."""
         return f"{shown(self.url).rstrip('/')}/{path}".rstrip("/")
 
     def read(self, path: str, limit: int) -> bytes | None:
@@ -144,10 +145,10 @@ class Objects:
 
         Args:
             ranges: none of them empty.
-            check: (i, bytes) -> whether they are right; else they are fetched again. Called in threads.
+            check: (i, bytes) -> whether the bytes are right; if not, they are fetched again. Called in other threads.
 
         Raises:
-            RemoteError: one of them could not be had.
+            RemoteError: a range could not be fetched.
         """
         asked: dict[Future[bytes | RemoteError], int] = {}
         try:
@@ -159,11 +160,11 @@ class Objects:
                     raise outcome
                 yield i, outcome
         finally:
-            for future in reversed(asked):  # one that waits for room before the one that has it
+            for future in reversed(asked):  # the last one first: else the room of one would go to the next that waits
                 future.cancel()
 
     def write(self, path: str, data: bytes | Path) -> None:
-        """Make or replace an object by these bytes, or by those of a file, a part at a time.
+        """Make or replace an object, by bytes or by the content of a file, which is sent a part at a time.
 
         Raises:
             RemoteError: the store fails, or cannot be written to.
@@ -185,7 +186,7 @@ class Objects:
             try:
                 await send()
             except FileNotFoundError:
-                if self._open().fs.async_impl:  # no store of folders: it would make a bucket
+                if self._open().fs.async_impl:  # an object store has no folders: `makedirs` would make a bucket
                     raise
                 await self._call("makedirs", new.rpartition("/")[0], exist_ok=True)
                 await send()
@@ -193,7 +194,7 @@ class Objects:
         self._run("write", path, request, size)
 
     def size(self, path: str) -> int | None:
-        """The bytes of an object; None if there is none."""
+        """The number of bytes of an object; None if there is none."""
 
         async def request() -> int:
             size = (await self._call("info", self._path(path))).get("size")
@@ -204,7 +205,7 @@ class Objects:
         return self._run_or(None, "size", path, request)
 
     def names(self, path: str) -> list[str]:
-        """The names of the objects in a folder; none if there is no such folder."""
+        """The names of the objects in a folder, sorted; [] if there is no such folder."""
 
         async def request() -> list[str]:
             self._open().fs.invalidate_cache()
@@ -217,11 +218,11 @@ class Objects:
         """Remove an object; one that is not there is fine."""
         self._run_or(None, "remove", path, lambda: self._call("rm_file", self._path(path)))
 
-    # The one object that several replace
+    # The one object that several processes may replace
 
     @property
     def writable(self) -> bool:
-        """Whether objects can be made and listed; not by a server of web pages."""
+        """Whether objects can be made and listed: a plain HTTP server can do neither."""
         return not hasattr(self._open().fs, "encode_url")
 
     @property
@@ -231,11 +232,11 @@ class Objects:
 
     @property
     def local(self) -> Path | None:
-        """The folder, where the URL is one of this machine."""
+        """The folder that the URL names, if it is on this machine; else None."""
         return Path(self._open().root) if "file" in self._protocols else None
 
     def read_tagged(self, path: str, limit: int) -> tuple[bytes, str]:
-        """An object whole, and what tells this state of it from others; (b"", "") where there is none."""
+        """(the bytes of an object, a tag that changes with them); (b"", "") if there is no such object."""
         fs, (bucket, key, _) = self._open().fs, self._open().fs.split_path(self._path(path))
 
         async def request() -> tuple[bytes, str]:
@@ -248,7 +249,7 @@ class Objects:
         return self._run_or((b"", ""), "read", path, request, min(limit, PART))
 
     def replace_tagged(self, path: str, data: bytes, tag: str) -> bool:
-        """Replace an object whose tag is this, or make one where it is ""; False where it has changed meanwhile."""
+        """Replace an object if its tag is still `tag`, or with "" make one if there is none; False if it is not so."""
         fs, (bucket, key, _) = self._open().fs, self._open().fs.split_path(self._path(path))
         condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
 
@@ -290,7 +291,7 @@ class Objects:
 
     @property
     def _writes_whole(self) -> bool:
-        """Whether an object appears when all of it was sent: object stores do so, file systems do not."""
+        """Whether an object appears only when all of it was sent: object stores do that, file systems do not."""
         return self._open().fs.async_impl or bool(set(self._protocols) & {"memory", "hf"})
 
     def _path(self, path: str) -> str:
@@ -309,12 +310,12 @@ class Objects:
         try:
             return future.result()
         finally:
-            future.cancel()  # an interruption ends what it waited for
+            future.cancel()  # after an interruption, end the request that it waited for
 
     def _run_or(
         self, absent: Result, what: str, path: str, request: Callable[[], Awaitable[Result]], size: int = 0
     ) -> Result:
-        """The result of a request; `absent` where there is no such object."""
+        """The result of a request; `absent` if there is no such object."""
         try:
             return self._run(what, path, request, size)
         except RemoteError as error:
@@ -325,7 +326,7 @@ class Objects:
     async def _try(
         self, what: str, path: str, request: Callable[[], Awaitable[Result]], size: int = 0, line: _Line | None = None
     ) -> Result:
-        """The result of a request, made when the line has room for it, and again after a failure that may pass."""
+        """The result of a request, made once the line has room for it, and made again after a failure that may pass."""
         pause, error = FIRST_PAUSE, Exception()
         for attempt in range(1, self._tries + 1):
             room = 0 if line is None else await line.enter(size)
@@ -349,10 +350,10 @@ class Objects:
             came=came,
             tries=attempt,
             missing=missing,
-        ) from None  # the text of the cause may have credentials
+        ) from None  # the text of the cause may contain credentials
 
     async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """A method of the file system, in a thread where it is not an asynchronous one."""
+        """The result of a method of the file system, called in another thread unless it is asynchronous."""
         fs = self._open().fs
         if fs.async_impl:
             return await getattr(fs, f"_{method}")(*arguments, **options)
@@ -382,7 +383,7 @@ class Objects:
 
 
 def _after_fork() -> None:
-    """The lock that fsspec makes its loop under may have been held by another thread; fsspec itself leaves it so."""
+    """Reset the lock under which fsspec makes its loop: another thread may have held it, and fsspec does not do so."""
     if "fsspec.asyn" in sys.modules:
         sys.modules["fsspec.asyn"].reset_lock()
 
@@ -391,7 +392,9 @@ after_fork(_after_fork)
 
 
 async def _outcome(work: Coroutine[Any, Any, bytes]) -> bytes | RemoteError:
-    """The result of a request, or its error: asyncio logs one that nobody asks for, as after the first of many."""
+    """The result of a request, or its error as a value: asyncio logs a raised error that nobody retrieves, and only
+    the first of many errors is retrieved.
+    """
     try:
         return await work
     except RemoteError as error:
@@ -399,7 +402,9 @@ async def _outcome(work: Coroutine[Any, Any, bytes]) -> bytes | RemoteError:
 
 
 async def _get_by_http(fs: Any, url: str, start: int, stop: int, exact: bool) -> bytes:
-    """Bytes of a URL. fsspec would read a whole object from a server without ranges, however large it is."""
+    """The bytes start … stop - 1 of a URL, at most one more. Not by fsspec: from a server without ranges it would read
+    the whole object, however large it is.
+    """
     options = dict(fs.kwargs)
     headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     session = await fs.set_session()
@@ -422,8 +427,8 @@ async def _get_by_http(fs: Any, url: str, start: int, stop: int, exact: bool) ->
 
 
 def _status(error: Exception) -> int:
-    """The HTTP status that an error is about, 0 if none."""
-    # fsspec may hide it behind another
+    """The HTTP status that an error is about; 0 if there is none."""
+    # fsspec may raise another error, whose cause has the status.
     statuses = (getattr(cause, "status", None) for cause in (error, error.__cause__))
     return next((status for status in statuses if isinstance(status, int)), 0)
 
@@ -444,12 +449,12 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _is_at_exit(error: Exception) -> bool:
-    """Whether a request needed a thread, of which there are no new ones while the program ends."""
+    """Whether a request failed for want of a thread: while the program ends no new ones can be started."""
     return isinstance(error, RuntimeError) and "shutdown" in str(error)
 
 
 def _has_changed(error: BaseException | None) -> bool:
-    """Whether a conditional write was refused as the object is another by now."""
+    """Whether a conditional write was refused because the object has changed."""
     while error is not None:
         response = getattr(error, "response", None)
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
