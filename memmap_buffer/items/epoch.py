@@ -375,7 +375,7 @@ def _folder_snapshot(state: Mapping[str, Any]) -> FolderSnapshot:
 
 
 def _state_of_plain(folders: Sequence[FolderSnapshot]) -> str:
-    """Many folders of one range each as text: what they have in common takes nothing, the rest some 12 bytes each."""
+    """Many folders of one range each as text: what they have in common takes nothing, the rest 12 bytes each."""
     columns = np.array([(folder.number, *folder.episodes[0], folder.items) for folder in folders], "<i8").T.copy()
     columns[0] = np.diff(columns[0], prepend=0)
     columns[2] -= columns[1]

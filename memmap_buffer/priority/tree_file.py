@@ -50,6 +50,7 @@ from memmap_buffer.priority.sum_tree import (
     num_nodes,
     with_zeros,
 )
+from memmap_buffer.progress import progress
 
 log = logging.getLogger("memmap_buffer")
 
@@ -59,6 +60,7 @@ LOW = 2**32 - 1
 PAGE = 4096
 NODE_BYTES = 10  # of a leaf, and of its share in the nodes above
 BLOCK_STEPS = 1 << 20  # steps that are stored together
+MANY_BLOCKS = 16  # take seconds
 SMALL = 1 << 15  # bytes of a tree: to ask the system whether there is room for it takes longer than to make it
 NEW = "it is new"
 CHUNK_BITS, PAGE_BITS = 18, 9  # words in 2 MiB, and in 4 KiB
@@ -635,7 +637,8 @@ class Nodes:
 def in_blocks(count: IntArray, size: int) -> Iterator[tuple[IntArray, IntArray]]:
     """(of which run, its number in it, from 0) of each item of runs of so many items, `size` items at a time."""
     ends = np.cumsum(count)
-    for at in range(0, int(ends[-1]) if len(ends) else 0, size):
+    starts = range(0, int(ends[-1]) if len(ends) else 0, size)
+    for at in starts if len(starts) < MANY_BLOCKS else progress(starts, "priorities"):
         i = np.arange(at, min(at + size, int(ends[-1])))
         place = np.searchsorted(ends, i, side="right")
         yield place, i - ends[place] + count[place]

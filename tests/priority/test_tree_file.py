@@ -10,7 +10,7 @@ from memmap_buffer import ReplayBuffer, SchemaError
 from memmap_buffer.format import host
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.syscalls import has_hole, is_hole
-from memmap_buffer.priority import tree_file
+from memmap_buffer.priority import anchor_priorities, tree_file
 from memmap_buffer.priority.sum_tree import STEP, capacity_of
 from memmap_buffer.priority.tree_file import Nodes, nodes_file
 
@@ -101,3 +101,21 @@ def test_a_tree_that_memory_has_no_room_for_is_refused_before_it_begins(tmp_path
             buffer.sample(8, prioritized=True, **how)
         monkeypatch.setattr(tree_file, "available_memory", lambda: 10**9)
         assert len(buffer.sample(8, prioritized=True, **how)["x"]) == 8
+
+
+@pytest.mark.parametrize("n_steps", [None, 3])
+def test_many_priorities_that_are_made_at_once_show_a_bar(tmp_path, monkeypatch, n_steps):
+    told = []
+    monkeypatch.setattr(tree_file, "BLOCK_STEPS", 10)
+    monkeypatch.setattr(anchor_priorities, "BLOCK", 10)
+    monkeypatch.setattr(tree_file, "progress", lambda items, what: told.append((what, len(items))) or items)
+    view = {"timestep_level": True} if n_steps is None else {"n_steps": n_steps}
+    with ReplayBuffer(tmp_path, 40, 10, {"x": "int"}) as buffer:
+        for _ in range(10):
+            buffer.store_episode(x=np.arange(10))
+        assert len(buffer.sample(8, prioritized=True, **view)["x"]) == 8
+        assert told == []
+        for _ in range(20):
+            buffer.store_episode(x=np.arange(10))
+        assert len(buffer.sample(8, prioritized=True, **view)["x"]) == 8
+        assert {count for _, count in told} == ({20} if n_steps is None else {20, 18})
