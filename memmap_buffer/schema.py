@@ -382,13 +382,13 @@ class Schema:
         return flat
 
     def encode_all(
-        self, fields: Mapping[str, Field], given: Mapping[str, Any], lead: int, where: str = "", hint: str = ""
+        self, fields: Mapping[str, Field], values: Mapping[str, Any], lead: int, where: str = "", hint: str = ""
     ) -> dict[str, Array]:
         """Values of several fields as stored, in the order of `fields`.
 
         Args:
             fields: name -> field.
-            given: name -> value; fields without a value are left out.
+            values: name -> value; fields without a value are left out.
             lead: how many dimensions stand before those of an entry.
             where: the place of the values, for errors.
             hint: the end of errors.
@@ -399,8 +399,8 @@ class Schema:
         columns = {}
         try:
             for name, field in fields.items():
-                if name in given:
-                    value = given[name]
+                if name in values:
+                    value = values[name]
                     fits = type(value) is np.ndarray and value.dtype == field.direct
                     columns[name] = value if fits and value.shape[lead:] == field.shape else field.encode(value, lead)
         except SchemaError as error:
@@ -448,16 +448,16 @@ class Schema:
             if name not in among:
                 raise self.unknown(name, where, among)
 
-    def unknown(self, name: object, where: str, known: Iterable[str] | None = None, other: str = "") -> SchemaError:
+    def unknown(self, name: object, where: str, among: Iterable[str] | None = None, other: str = "") -> SchemaError:
         """The error for a name of no field, or of a field that is not allowed in its place.
 
         Args:
             name: the name.
             where: the option that has the name.
-            known: the names that are allowed; None: all fields and meta fields.
+            among: the names that are allowed; None: all fields and meta fields.
             other: the option that takes fields of the other kind; "": there is none.
         """
-        names = list(self.all if known is None else known)
+        names = list(self.all if among is None else among)
         listed = ", ".join(names) or "none"
         what = f"which was not declared here; {did_you_mean(name, names) or f'declared are {listed}'}"
         expected = f"expected {listed}"
