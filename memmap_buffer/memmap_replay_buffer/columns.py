@@ -229,5 +229,8 @@ class Column:
         length = episode.length
         if length:
             episode.columns[self._name][:length] = self._field.encode(values[:length], lead=1)
-        if length < len(values) and values[length].tobytes() != self._fill.tobytes():
-            self._buffer._ahead.setdefault(episode, {})[self._name] = values[length]
+        if length < len(values):
+            ahead = self._buffer._ahead.setdefault(episode, {})
+            ahead.pop(self._name, None)
+            if values[length].tobytes() != self._fill.tobytes():
+                ahead[self._name] = values[length]

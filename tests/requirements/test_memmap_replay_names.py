@@ -245,6 +245,16 @@ def fill(buffer, count):
     return buffer
 
 
+def test_a_value_that_was_assigned_ahead_of_its_step_can_be_taken_back(tmp_path):
+    with ring(tmp_path) as buffer:
+        buffer.store(x=1)
+        for value in (5, 0):
+            buffer.data["x"][buffer.episode_index, 1] = value
+        buffer.store()
+        buffer.advance_episode()
+        assert buffer.data["x"][0, :2].tolist() == [1, 0]
+
+
 def test_in_a_full_ring_the_index_of_the_open_episode_is_not_the_oldest_ones(tmp_path):
     with fill(ring(tmp_path), 5) as buffer:
         buffer.store(x=9)
