@@ -19,6 +19,7 @@ from memmap_buffer import (
 from memmap_buffer.format.records import CUT, FINAL, TERMINATED
 from memmap_buffer.memmap_replay_buffer import EpisodeCollector
 from memmap_buffer.writing import episode as episodes
+from memmap_buffer.writing.writer import Writer
 
 FIELDS = {
     "observation": {"x": Field("float", 2, final=True)},
@@ -241,12 +242,13 @@ def test_store_goes_on_where_a_full_disk_stopped_it_also_in_place(tmp_path, monk
     assert at_operation > 10
 
 
-INTERRUPTED = [("set_meta", 1), ("set_meta", 3), ("set_final", 0), ("set_final", 2), ("publish", 0), ("publish", 2)]
+INTERRUPTED = [("set_meta", 1), ("set_meta", 3), ("set_final", 0), ("set_final", 2), ("release", 0), ("release", 2)]
+INTERRUPTED += [("publish", 0), ("publish", 1)]
 
 
 @pytest.mark.parametrize(("where", "after"), INTERRUPTED, ids=str)
 def test_store_goes_on_where_it_was_interrupted(buffer, collector, monkeypatch, where, after):
-    calls, owner = [], episodes.Episode
+    calls, owner = [], Writer if where == "publish" else episodes.Episode
     real = getattr(owner, where)
 
     def interrupted(self, *arguments, **options):
