@@ -313,7 +313,7 @@ class ReplayBuffer(Recording, Readable):
 
     def _begin(self, writer: Writer) -> None:
         self._record_to(writer)
-        if writer.lock.held:
+        if writer.lock.is_held:
             writer.begin()  # who creates is the writer from the start
         if not self.read_only and writer.storage.folder.exists(UPDATE):
             with suppress(BufferLockedError):  # its writer is alive, and replays it

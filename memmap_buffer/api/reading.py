@@ -574,12 +574,12 @@ class Readable(Markable):
             with suppress(TypeError):
                 sampler, dicts = self._samplers.get(key_of_dicts(options)), True
         fresh = sampler is not None and sampler.reader.folders is self._folders
-        if sampler is not None and fresh and (not dicts or sampler.reader.given == options):  # a dict may have changed
+        if sampler is not None and fresh and not (dicts and sampler.reader.options != options):  # a dict may change
             return sampler
         key = key_of(options)
         sampler = self._samplers.get(key)
         # A list, or what a closure holds, may have changed since; or another thread changed the columns.
-        if sampler is None or sampler.reader.folders is not self._folders or key_of(sampler.reader.given) != key:
+        if sampler is None or sampler.reader.folders is not self._folders or key_of(sampler.reader.options) != key:
             sampler = self._make_sampler(BatchReader(self._folders, options))
             self._samplers = {**({} if len(self._samplers) >= MAX_KEPT else self._samplers), key: sampler}
         return sampler

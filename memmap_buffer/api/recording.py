@@ -18,7 +18,7 @@ from memmap_buffer.dtypes import FloatArray, check_count, to_numpy
 from memmap_buffer.errors import BufferFullError, EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.writing import validation
-from memmap_buffer.writing.episode import Block, Episode, Held, left
+from memmap_buffer.writing.episode import Block, BlockEnd, Episode, interrupted_end
 from memmap_buffer.writing.episode_group import EpisodeGroup
 from memmap_buffer.writing.steps import Steps
 from memmap_buffer.writing.vector_env import EpisodeStream
@@ -38,7 +38,7 @@ class Scope(Block, Generic[Opened]):
     Args: recording: whose block it is. begin: opens it, for the block that is held.
     """
 
-    def __init__(self, recording: Recording, begin: Callable[[Held | None], Opened]) -> None:
+    def __init__(self, recording: Recording, begin: Callable[[BlockEnd | None], Opened]) -> None:
         self._recording, self._begin = recording, begin
 
     def __enter__(self) -> Opened:  # type: ignore[override]
@@ -50,7 +50,7 @@ class Scope(Block, Generic[Opened]):
                 "an episode is open already, and `store` could mean either; end it first, or use begin_episode() and "
                 "episode.store() for several side by side"
             )
-        opened = self._begin(self.held)
+        opened = self._begin(self.block_end)
         scopes[get_ident()] = self._opened = opened
         return opened
 
@@ -135,9 +135,9 @@ class Recording(Editing):
             WriterLostError: this object may not write any more.
         """
 
-        def begin(block: Held | None) -> Episode:
+        def begin(block: BlockEnd | None) -> Episode:
             with self._turn:
-                return self._writer_with_room().open(meta, keep_partial=keep_partial, held=block)
+                return self._writer_with_room().open(meta, keep_partial=keep_partial, block_end=block)
 
         return Scope(self, begin)
 
@@ -205,11 +205,11 @@ class Recording(Editing):
         """
         check_count("batch_size", batch_size)
 
-        def begin(block: Held | None) -> EpisodeGroup:
+        def begin(block: BlockEnd | None) -> EpisodeGroup:
             with self._turn:
                 self._writer.require_spare_slots(batch_size)
-                episodes = [self._writer_with_room().open({}, held=block) for _ in range(batch_size)]
-                group = EpisodeGroup(self._writer, episodes, held=block)
+                episodes = [self._writer_with_room().open({}, block_end=block) for _ in range(batch_size)]
+                group = EpisodeGroup(self._writer, episodes, block_end=block)
             group.update(meta_batch)
             return group
 
@@ -557,7 +557,7 @@ def _begin_in_stream(reference: ref[Recording]) -> Episode:
     """An episode of the buffer that holds the stream, which does not hold it."""
     buffer = reference()
     assert buffer is not None
-    return buffer._writer_with_room().open({}, held=left)
+    return buffer._writer_with_room().open({}, block_end=interrupted_end)
 
 
 def _errors_of(values: Any, shape: tuple[int, ...], axes: str) -> FloatArray:

@@ -88,7 +88,7 @@ class Folder:
         self._descriptor = None
 
     @contextmanager
-    def held(self) -> Iterator[Folder]:
+    def kept_open(self) -> Iterator[Folder]:
         """A `Folder` of the same path that is held until the end of the block."""
         folder = Folder(self.path)
         folder._place, folder._descriptor = self._place, self._descriptor

@@ -181,7 +181,7 @@ class Layout:
 
     @cached_property
     def used_columns(self) -> int:
-        """One more than the highest column of checksums.npy that a field has."""
+        """The number of columns of checksums.npy up to the highest that a field has, gaps included."""
         return 1 + max(self.column_of.values())
 
     @cached_property

@@ -105,7 +105,7 @@ class WriterLock:
         return turn
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         return self._lock is not None
 
     @property
@@ -120,7 +120,7 @@ class WriterLock:
         Raises: BufferLockedError: another process holds it, or another object of this process that has an episode open
             and may still publish it.
         """
-        if self.held:
+        if self.is_held:
             return
         try:
             with self.turn:
@@ -135,7 +135,7 @@ class WriterLock:
     def _taken_over(self) -> Any:
         """The lock, taken over from an older object of this process; None where none holds it."""
         holder = _holders.get(self._folder.lock_key())
-        if holder is None or not holder.held or holder._pid != process_id():
+        if holder is None or not holder.is_held or holder._pid != process_id():
             return None
         if [*holder.episodes] and not holder.lost:
             raise BufferLockedError(
@@ -188,7 +188,7 @@ class WriterLock:
     @property
     def mine(self) -> bool:
         """Whether this object, in this process, may still write."""
-        return self.held and process_id() == self._pid and not self.lost
+        return self.is_held and process_id() == self._pid and not self.lost
 
     def poison(self) -> None:
         self.lost = "poisoned"

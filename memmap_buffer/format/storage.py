@@ -197,7 +197,7 @@ class Storage:
     @cached_property
     def maps(self) -> Maps:
         arrays = self.layout.arrays
-        with self.folder.held() as folder:  # all files of one folder, even if another takes its place now
+        with self.folder.kept_open() as folder:  # all files of one folder, even if another takes its place now
             mapped = {key: folder.map(a.name, a.header, a.dtype, a.shape) for key, a in arrays.items()}
             self._state_file = folder.file_key(arrays["/state"].name)
         schema = self.layout.schema

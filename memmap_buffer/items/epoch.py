@@ -56,7 +56,7 @@ class Handing:
     @property
     def delivered(self) -> int:
         """How many of its items were handed out, over all ranks, which are taken to be equally far."""
-        return self.begun if self.partition is None else self.partition.given(self.batches)
+        return self.begun if self.partition is None else self.partition.num_given(self.batches)
 
     def end(self) -> None:
         """The last batch was handed out."""

@@ -114,7 +114,7 @@ class RankPartition:
         """Batches of this rank."""
         return self.full + (self.last > 0)
 
-    def given(self, batches: int) -> int:
+    def num_given(self, batches: int) -> int:
         """How many items of the epoch all ranks have given after so many batches of each."""
         return min(self.begin + batches * self._turn, max(self.begin, self.items))
 

@@ -125,14 +125,14 @@ class Quota:
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights, self.folders = np.asarray(weights, np.float64), len(weights)
 
-    def given(self, n: IntArray | int) -> IntArray:
+    def num_given(self, n: IntArray | int) -> IntArray:
         """How many of the first `n` (…) items each folder gives, (S, …)."""
         return np.stack(_halved(np.asarray(n, np.int64), self._weights))
 
     def turns(self, i: IntArray) -> tuple[IntArray, IntArray]:
         """The folder of each item number (B,), and which of that folder's items it is."""
-        before = self.given(i)
-        folder = np.argmax(self.given(i + 1) - before, axis=0)
+        before = self.num_given(i)
+        folder = np.argmax(self.num_given(i + 1) - before, axis=0)
         return folder, np.take_along_axis(before, folder[None], 0)[0]
 
 

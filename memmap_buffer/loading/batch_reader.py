@@ -88,7 +88,7 @@ class BatchReader:
 
     def __init__(self, folders: Folders, options: Mapping[str, Any]) -> None:
         parsed = parse(options)
-        self.given, self.folders = options, folders
+        self.options, self.folders = options, folders
         self.selection: Selection = selection_of(parsed, folders.schema, folders.max_timesteps)
         self.output = Output.of(parsed, self.selection.view, folders.schema)
         self.on_stale = parsed["on_stale"]
@@ -113,7 +113,7 @@ class BatchReader:
         index = self.index() if frozen or not self._by_anchors else None
         state = self.__dict__ | {"selection": self.selection.without_callables(), "frozen": frozen, "_index": index}
         state |= {"_made_of": ((), ()), "_living": None}
-        return {name: value for name, value in state.items() if name not in ("given", "_disk")}
+        return {name: value for name, value in state.items() if name not in ("options", "_disk")}
 
     def by_anchors(self) -> BatchReader:
         """A copy for processes that are given anchors and no positions, and so need no index before one is gone."""

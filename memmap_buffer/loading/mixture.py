@@ -54,7 +54,7 @@ class Chances:
             size = min(CHUNK, self._items - first)
             sources = self._quota.turns(first + Permutation(size, *self._seed, number)(np.arange(size)))[0]
             is_of = sources == np.arange(self._quota.folders)[:, None]
-            items = self._quota.given(first)[:, None] + np.cumsum(is_of, axis=1) - 1
+            items = self._quota.num_given(first)[:, None] + np.cumsum(is_of, axis=1) - 1
             within = i[mine] - first
             source[mine] = sources[within]
             item[mine] = items[source[mine], within]

@@ -109,7 +109,7 @@ def _pull(published: Published, path: Path) -> None:
     schema = files.pop("schema.json")
     folder = Folder(path)
     folder.create()
-    with folder.held() as target, locked(target):
+    with folder.kept_open() as target, locked(target):
         if _is_there(target, schema):
             return
         _claim(target, layout, schema, files)

@@ -58,7 +58,7 @@ def snapshot(source: Storage, path: Path) -> None:
         url = source.where
         raise SchemaError(f"snapshot: got {url}, expected a folder on a disk; `pull({url!r}, {str(path)!r})` copies it")
     with new_copy(source, path, layout, SUBFOLDERS) as there:
-        with source.folder.held() as folder, _opened(folder.open_to_read, layout) as here:
+        with source.folder.kept_open() as folder, _opened(folder.open_to_read, layout) as here:
             if not source.is_of(folder):
                 raise SchemaMismatchError(
                     f"{source.path}: another buffer took its place; open it again with from_folder", path=source.path

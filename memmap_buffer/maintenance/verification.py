@@ -370,13 +370,13 @@ class Survey(Storage):
             yield Finding("state.npy", what, lost=name == "base")
 
     @cached_property
-    def update_left(self) -> redo.Left:
+    def update_left(self) -> redo.Unfinished:
         """The content of `.redo`, if there is one."""
         try:
-            with redo.left(self) as update:
+            with redo.unfinished(self) as update:
                 return update
         except OSError as error:
-            return redo.Left(why=self._reason(error, UPDATE))
+            return redo.Unfinished(why=self._reason(error, UPDATE))
 
     @property
     def pending(self) -> dict[int, redo.Rewrite]:

@@ -189,7 +189,10 @@ class Cache:
         for path in sorted(self.path.iterdir()) if names is None else [self.path / name for name in names]:
             if ".new" in path.name or not Folder(path).exists(NAME):
                 continue
-            with suppress(FileNotFoundError, NotADirectoryError, CorruptBufferError), Folder(path).held() as folder:
+            with (
+                suppress(FileNotFoundError, NotADirectoryError, CorruptBufferError),
+                Folder(path).kept_open() as folder,
+            ):
                 files = self._files.get(path.name)
                 if files is None:
                     layout = Layout.from_json(folder.read("schema.json", MAX_SCHEMA_BYTES), str(path))
@@ -271,7 +274,7 @@ def _local_but(blocks: Blocks, keep: Sequence[tuple[Blocks, IntArray]]) -> IntAr
 
 def _give_back(folder: Folder, blocks: Blocks, files: DataFiles, block: int) -> bool:
     """Give one block back, unless somebody else holds its lock or the mirror is gone; returns whether it did."""
-    with suppress(FileNotFoundError, NotADirectoryError), blocks.taken([block]) as mine, folder.held() as mirror:
+    with suppress(FileNotFoundError, NotADirectoryError), blocks.taken([block]) as mine, folder.kept_open() as mirror:
         if not mine.size or mirror.file_key(NAME) != blocks.key:
             return False
         if not blocks.words[block, COUNTER] & np.uint32(1):

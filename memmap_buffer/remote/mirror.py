@@ -181,7 +181,7 @@ class Mirror(Published):
         return self._mapped()
 
     def _mapped(self) -> Local:
-        with Folder(self.path).held() as folder:
+        with Folder(self.path).kept_open() as folder:
             return Local(folder, self.cache.blocks_of(folder, self.files), self.layout)
 
     def _make(self) -> None:
@@ -278,7 +278,7 @@ class Mirror(Published):
     def _held_folder(self, blocks: Blocks) -> Iterator[Folder]:
         """The folder of the local copy, held. Raises _RemovedError: it is gone, or `blocks` are of another copy."""
         try:
-            with Folder(self.path).held() as folder:
+            with Folder(self.path).kept_open() as folder:
                 if folder.file_key(NAME) != blocks.key:
                     raise _RemovedError
                 yield folder

@@ -77,17 +77,17 @@ class BlobColumn:
 
     def blobs(self, rows: slice) -> list[bytes]:
         """The blobs of some rows; waits for those that are being encoded."""
-        found: list[bytes] = []
+        blobs: list[bytes] = []
         row, stop, _ = rows.indices(self.capacity)
         while row < stop:
             number, place = divmod(row, self._size)
             end = min(self._size, place + stop - row)
             if number < len(self._parts):
-                found += self._part(number)[place:end]
+                blobs += self._part(number)[place:end]
             else:
-                found += self._blobs_of_current(place, end)
+                blobs += self._blobs_of_current(place, end)
             row += end - place
-        return found
+        return blobs
 
     def _blobs_of_current(self, place: int, end: int) -> list[bytes]:
         done, rows = self._done, self._current[1]

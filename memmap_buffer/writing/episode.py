@@ -35,18 +35,19 @@ CHUNK_BYTES = 4 << 20  # staged at a time by an episode that is written in place
 KEPT_BYTES = 64 << 20
 
 Leave: TypeAlias = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
-Held: TypeAlias = Callable[[], Leave | None]
+BlockEnd: TypeAlias = Callable[[], Leave | None]
 
 
-def left() -> None:
-    """The value that is held of a block whose end did not run through."""
+def interrupted_end() -> None:
+    """The `block_end` of a block whose end was interrupted."""
 
 
 class _Exit:
-    """`__exit__`: each time it is asked for a new bound method, which nothing but the `with` statement holds.
+    """The descriptor of `__exit__`: each access makes a new bound method, which only the `with` statement holds.
 
-    Ctrl-C may come before the first line of an `__exit__` runs. Then the frame, and with it the object, lives on in the
-    traceback, which a notebook keeps; that method does not, as the statement lets go of it however it is left.
+    Ctrl-C may come before the first line of an `__exit__` runs. The traceback, which a notebook keeps, then holds the
+    frame and with it the block. It does not hold the bound method, which the `with` statement lets go of however it
+    ends. So a weak reference to the method tells whether the statement is over.
     """
 
     @overload
@@ -56,13 +57,13 @@ class _Exit:
     def __get__(self, block: Block | None, kind: type[Block]) -> Callable[..., None]:
         try:
             if block is None:
-                return kind.leave  # to `contextlib.ExitStack`, which asks the class, nothing can be told of its end
+                return kind.leave  # for `contextlib.ExitStack`, which asks the class: such blocks are not watched
             leave = block.leave
             block._asked = weakref.ref(leave)
             return leave
         except BaseException:
             if block is not None:
-                block.held = left  # it is never entered
+                block.block_end = interrupted_end  # the block is never entered
             raise
 
 
@@ -70,30 +71,31 @@ class Block:
     """A context manager that knows whether its block was left.
 
     Attributes:
-        held: gives the method that the `with` statement holds as long as the block lasts; None where there is none, or
-            where its end runs. thread: in which it was entered.
+        block_end: a weak reference to the bound `leave` that the `with` statement holds as long as the block lasts;
+            None if there is no block, or while its end runs; `interrupted_end` if that did not run to its end.
+        thread: the thread that entered the block.
     """
 
-    held: Held | None = None
+    block_end: BlockEnd | None = None
     thread = 0
-    _asked: Held | None = None
+    _asked: BlockEnd | None = None
 
     def __enter__(self) -> Self:
         try:
-            if self._asked is not None and self._asked() is not None:  # by `with`, which asks for both before it enters
-                self.held, self.thread = self._asked, get_ident()
+            if self._asked is not None and self._asked() is not None:  # `with` looks up `__exit__` before it enters
+                self.block_end, self.thread = self._asked, get_ident()
             return self
         except BaseException:
-            self.held = left
+            self.block_end = interrupted_end
             raise
 
     __exit__ = _Exit()
 
     @property
     def was_left(self) -> bool:
-        """Whether its block was left and the end of it did not run through; another thread may only be about to."""
-        asked = self.held  # once: its end may run in another thread meanwhile
-        return asked is left or (asked is not None and asked() is None and self.thread == get_ident())
+        """Whether the block was left in this thread and its end did not run; another thread may be about to run it."""
+        asked = self.block_end  # read once: another thread may run the end at the same time
+        return asked is interrupted_end or (asked is not None and asked() is None and self.thread == get_ident())
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
         """The end of the block."""
@@ -110,7 +112,7 @@ class Episode(Block):
         writer: who publishes it.
         meta: what is known at the start.
         keep_partial: see above.
-        held: of the block that it was opened for, see `Block`.
+        block_end: of the block that it was opened for, see `Block`.
 
     Attributes:
         writer: who publishes it; another one where its recorder has gone on to another folder.
@@ -132,7 +134,7 @@ class Episode(Block):
         meta: Mapping[str, Any],
         *,
         keep_partial: bool = False,
-        held: Held | None = None,
+        block_end: BlockEnd | None = None,
     ) -> None:
         self.writer = writer
         self.state = "open"
@@ -140,7 +142,7 @@ class Episode(Block):
         self._shows_steps = writer.how.publish == "step"
         self.staged = not writer.in_place
         self.keep_partial, self.thread = keep_partial, get_ident()
-        self._held = held
+        self._block_end = block_end
         self.length = 0
         self.base = 0
         self.columns: dict[str, Array] = {}
@@ -158,16 +160,16 @@ class Episode(Block):
             self.update(meta)
 
     @property
-    def held(self) -> Held | None:
+    def block_end(self) -> BlockEnd | None:
         """See `Block`; the writer looks at an episode that may be left."""
-        return self._held
+        return self._block_end
 
-    @held.setter
-    def held(self, held: Held | None) -> None:
-        if held is not None:  # before, as it is to be seen whatever interrupts this
+    @block_end.setter
+    def block_end(self, block_end: BlockEnd | None) -> None:
+        if block_end is not None:  # before, as it is to be seen whatever interrupts this
             self.writer.lock.episodes.watch(self)
-        self._held = held
-        if held is None:
+        self._block_end = block_end
+        if block_end is None:
             self.writer.lock.episodes.trust(self)
 
     def __repr__(self) -> str:
@@ -309,8 +311,8 @@ class Episode(Block):
             EpisodeStateError: no step was stored yet, or it was called before.
         """
         self.require_open()
-        given = validation.whole_final(self._schema, observation)
-        self.set_final({name: self._encode(name, value, self.length) for name, value in given.items()})
+        values = validation.whole_final(self._schema, observation)
+        self.set_final({name: self._encode(name, value, self.length) for name, value in values.items()})
 
     def set_final(self, stored: Mapping[str, Array]) -> None:
         """Take the final observation, every field with `final` encoded already."""
@@ -352,8 +354,8 @@ class Episode(Block):
             EpisodeStateError: the episode is over.
         """
         self.require_open()
-        flat, known = self._schema.flatten(meta), self._schema.meta_fields
-        self._schema.require_fields(flat, "meta", known)
+        flat, fields = self._schema.flatten(meta), self._schema.meta_fields
+        self._schema.require_fields(flat, "meta", fields)
         self.meta |= validation.whole_meta(self._schema, flat)
 
     def set_meta(self, stored: Mapping[str, Array]) -> None:
@@ -389,7 +391,7 @@ class Episode(Block):
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """The end of its block. After an error of the disk it is still open; an interruption ends it, either way."""
         try:
-            self._held = None
+            self._block_end = None
             self.writer.lock.episodes.trust(self)
             if self.state != "open":
                 return
@@ -408,7 +410,7 @@ class Episode(Block):
     def settle(self) -> None:
         """End it in the middle of its end: "published" if anything of it is shown, else "aborted"."""
         if self.state == "open":
-            self.held = left  # should this be interrupted, too, the writer's next call does it
+            self.block_end = interrupted_end  # should this be interrupted, too, the writer's next call does it
             self.writer.settle(self)
 
     # Within

@@ -17,7 +17,7 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import Field
-from memmap_buffer.writing.episode import Appended, Block, Episode, Held
+from memmap_buffer.writing.episode import Appended, Block, BlockEnd, Episode
 from memmap_buffer.writing.rounds import Round
 from memmap_buffer.writing.staged_round import StagedRound
 from memmap_buffer.writing.steps import Steps
@@ -34,15 +34,15 @@ class EpisodeGroup(Block):
         writer: who publishes them.
         episodes: the members.
         size: B, where there are not so many yet.
-        held: of the block that they were opened for, see `Block`.
+        block_end: of the block that they were opened for, see `Block`.
     """
 
     def __init__(
-        self, writer: Writer, episodes: Sequence[Episode], *, size: int | None = None, held: Held | None = None
+        self, writer: Writer, episodes: Sequence[Episode], *, size: int | None = None, block_end: BlockEnd | None = None
     ) -> None:
         self.schema = writer.schema
         self.episodes = list(episodes)
-        self.held, self.thread = held, get_ident()
+        self.block_end, self.thread = block_end, get_ident()
         self._writer, self._limit = writer, writer.max_timesteps
         self._size = len(self.episodes) if size is None else size
         # What appends to several episodes together; None where that cannot be, or is to be seen.
@@ -141,7 +141,7 @@ class EpisodeGroup(Block):
         """The end of its block, as for each of its episodes."""
         try:
             for episode in self.episodes:
-                episode.held = None  # none of them is over as long as this runs
+                episode.block_end = None  # none of them is over as long as this runs
             self._settle_interrupted()
             if kind is None:
                 self.publish()
@@ -154,9 +154,9 @@ class EpisodeGroup(Block):
                 episode.settle()
             raise
 
-    def _encode(self, batch: Mapping[str, Any], known: Mapping[str, Field], where: str) -> dict[str, Array]:
-        self.schema.require_fields(batch, where, known)
-        columns = self.schema.encode_all(known, batch, 1, f", {where}")
+    def _encode(self, batch: Mapping[str, Any], fields: Mapping[str, Field], where: str) -> dict[str, Array]:
+        self.schema.require_fields(batch, where, fields)
+        columns = self.schema.encode_all(fields, batch, 1, f", {where}")
         for name, rows in columns.items():
             if len(rows) != len(self):
                 what = f"got a batch of {len(rows)}, expected {len(self)}"

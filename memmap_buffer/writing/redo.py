@@ -181,7 +181,7 @@ class Steps(NamedTuple):
         return [(key, layout.row_offset(key, first + begin), column[begin:stop].tobytes()) for begin, stop in runs]
 
 
-class Left(NamedTuple):
+class Unfinished(NamedTuple):
     """The rewrites of `.redo` that are due, or why it is put aside; neither, where it may be dropped."""
 
     rewrites: tuple[Rewrite, ...] = ()
@@ -189,36 +189,36 @@ class Left(NamedTuple):
 
 
 @contextmanager
-def left(storage: Storage) -> Iterator[Left]:
+def unfinished(storage: Storage) -> Iterator[Unfinished]:
     """The rewrites that a writer did not finish, or is at; their pieces may be read within the block.
 
     Raises: FileNotFoundError: nothing. CorruptBufferError: it is a link or no plain file.
     """
     with storage.folder.reading(UPDATE) as (fd, size):
-        yield _left(storage, fd, size)
+        yield _unfinished(storage, fd, size)
 
 
-def _left(storage: Storage, fd: int, size: int) -> Left:
+def _unfinished(storage: Storage, fd: int, size: int) -> Unfinished:
     start = read_at(fd, START.size, 0)
     if not MAGIC.startswith(start[: len(MAGIC)]):
-        return Left(why="is none that a writer makes")
+        return Unfinished(why="is none that a writer makes")
     if len(start) < START.size:
-        return Left()
+        return Unfinished()
     _, head_size, stated, head_crc, crc = START.unpack(start)
     most = START.size + MAX_HEAD + PART + sum(array.row_bytes for array in storage.layout.arrays.values())
     if size > stated or stated > most or head_size > min(stated, MAX_HEAD):
-        return Left(why=f"has {size} bytes, and says {stated} of {most} that are possible")
+        return Unfinished(why=f"has {size} bytes, and says {stated} of {most} that are possible")
     if size < stated:
-        return Left()
+        return Unfinished()
     head = read_at(fd, head_size, START.size)
     rewrites = _parsed(head, fd, size) if crc32(head) == head_crc else None
     if rewrites is None:
-        return Left(why="fails the check of its head")
+        return Unfinished(why="fails the check of its head")
     due = tuple(rewrite for rewrite in rewrites if _applies(storage, rewrite))
     got = 0
     for part in _data(rewrites) if due else ():
         got = crc32(part, got)
-    return Left(why="fails its check") if due and got != crc else Left(due)
+    return Unfinished(why="fails its check") if due and got != crc else Unfinished(due)
 
 
 def _parsed(text: bytes, fd: int, size: int) -> list[Rewrite] | None:
@@ -468,19 +468,19 @@ def finish(files: WriteHandles) -> bool:
     folder = files.storage.folder
     if not folder.exists(UPDATE):
         return False
-    with left(files.storage) as found:
-        if found.rewrites:
-            serials = [rewrite.serial for rewrite in found.rewrites]
+    with unfinished(files.storage) as update:
+        if update.rewrites:
+            serials = [rewrite.serial for rewrite in update.rewrites]
             log.warning("%s: finishing an update of episodes %s, interrupted before", folder.path, serials)
             # With barriers whatever the durability of this writer: that of the dead one may have been "power".
-            _apply(files, found.rewrites, power=True)
+            _apply(files, update.rewrites, power=True)
             return True
     files.changed()  # it may have been carried out, but for this
-    if not found.why:
+    if not update.why:
         folder.unlink(UPDATE)
         return False
     text = "%s: %s, which an update left, %s; it is put aside as %s, and an episode that it was to change may be lost"
-    log.warning(text, folder.path, UPDATE, found.why, BAD)
+    log.warning(text, folder.path, UPDATE, update.why, BAD)
     folder.rename(UPDATE, BAD)
     return False
 

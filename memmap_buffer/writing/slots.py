@@ -55,7 +55,7 @@ class SlotAllocator:
     def __init__(
         self, layout: Layout, table: EpisodeTable, following: int, rounds: IntArray | None = None, path: object = ""
     ) -> None:
-        self._path, self._told, self.circular = path, False, layout.circular
+        self._path, self._warned, self.circular = path, False, layout.circular
         self._max_episodes, self._capacity = layout.max_episodes, layout.capacity
         self.next = following
         self.steps = table.steps
@@ -157,8 +157,8 @@ class SlotAllocator:
 
     def _tell_of_short_episodes(self, capacity: int) -> None:
         """Log once that `max_episodes` is too low for the capacity ever to be reached."""
-        if not self._told and self.steps < capacity:
-            self._told = True
+        if not self._warned and self.steps < capacity:
+            self._warned = True
             text = (
                 "%s: %d steps are visible, not capacity=%d: more than max_episodes=%d episodes would be needed for that"
             )

@@ -23,7 +23,7 @@ class Steps:
 
     Args:
         schema: the fields.
-        given: field -> (T, B, *field), (B, *field) for one timestep, (T, *field) or (*field) for one environment; meta
+        values: field -> (T, B, *field), (B, *field) for one timestep, (T, *field) or (*field) for one environment; meta
             fields alike; `next_<field>` of fields with `final`: the observation after the step.
         time: whether there is an axis of time.
 
@@ -41,13 +41,13 @@ class Steps:
         SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.
     """
 
-    def __init__(self, schema: Schema, given: Mapping[str, Any], *, time: bool) -> None:
+    def __init__(self, schema: Schema, values: Mapping[str, Any], *, time: bool) -> None:
         self.done = 0
         groups = {name.split(".")[0] for name in schema.all}
-        own = {name: name.removeprefix(LENGTHS) for name in given}
-        later = {name for name in given if own[name].startswith(NEXT) and own[name].split(".")[0] not in groups}
-        flat = schema.flatten({name: value for name, value in given.items() if name not in later})
-        following = schema.flatten({name.replace(NEXT, "", 1): given[name] for name in later})
+        own = {name: name.removeprefix(LENGTHS) for name in values}
+        later = {name for name in values if own[name].startswith(NEXT) and own[name].split(".")[0] not in groups}
+        flat = schema.flatten({name: value for name, value in values.items() if name not in later})
+        following = schema.flatten({name.replace(NEXT, "", 1): values[name] for name in later})
         if not flat:
             raise SchemaError("no field was given; give field=values for every environment")
         schema.require(flat, "timesteps")

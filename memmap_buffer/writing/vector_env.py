@@ -13,7 +13,7 @@ from numpy import ndarray
 from memmap_buffer.dtypes import Array, all_of
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.writing.episode import Episode, Scalars, left
+from memmap_buffer.writing.episode import Episode, Scalars, interrupted_end
 from memmap_buffer.writing.episode_group import EpisodeGroup
 from memmap_buffer.writing.steps import NEXT, Steps
 from memmap_buffer.writing.validation import add_defaults
@@ -68,13 +68,13 @@ class EpisodeStream(EpisodeGroup):
         super().__init__(writer, [], size=size)
         self._begin, self._skips_resets = begin, skips_resets
         fields = writer.schema.fields
-        known = {**{NEXT + name: fields[name] for name in writer.schema.final_names}, **fields}
+        plans = {**{NEXT + name: fields[name] for name in writer.schema.final_names}, **fields}
         # What a timestep may give, without the axis of environments and with it: the dtype and the shape of arrays that
         # are stored as they are, and which numbers are.
         self._plans = [
             {
                 name: (field, (*axes, *field.shape), Scalars.of(field.dtype, field.shape))
-                for name, field in known.items()
+                for name, field in plans.items()
             }
             for axes in ((), (size,))
         ]
@@ -189,8 +189,8 @@ class EpisodeStream(EpisodeGroup):
             self.extend(Steps.of(self.schema, columns))
             return True
         self.num_added += self._size
-        told = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
-        self._following = {name: columns[NEXT + name].copy() for name in told}
+        finals = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
+        self._following = {name: columns[NEXT + name].copy() for name in finals}
         self._missing = None
         return True
 
@@ -262,7 +262,7 @@ class EpisodeStream(EpisodeGroup):
             self._cut[i] = episode, {name: steps.fields[name][steps.done, i].copy() for name in names}
 
     def _open(self) -> Episode:
-        return self._writer.open({}, held=left) if self._begin is None else self._begin()
+        return self._writer.open({}, block_end=interrupted_end) if self._begin is None else self._begin()
 
     def complete(self) -> bool:
         """Give episodes that were cut their final observations; whether that of all of them was seen."""
@@ -319,7 +319,7 @@ class EpisodeStream(EpisodeGroup):
         for i in looked:
             if i == len(self.episodes) or self.episodes[i].state != "open":
                 self.episodes[i : i + 1] = [self._open()]
-                self.episodes[i].held = None  # until it stands there it is nobody's, and dropped by the next call
+                self.episodes[i].block_end = None  # until it stands there it is nobody's, and dropped by the next call
         if not self._sure:  # it went on in another folder, where others may be needed
             self._begin_where_needed()
             return

@@ -30,7 +30,7 @@ from memmap_buffer.format.records import CUT, DELETED, EXTENT, FINAL, GENERATION
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit, show
-from memmap_buffer.writing.episode import Appended, Episode, Held, Staging
+from memmap_buffer.writing.episode import Appended, BlockEnd, Episode, Staging
 from memmap_buffer.writing.recovery import close_abandoned, count, take_over
 from memmap_buffer.writing.rounds import MappedFiles, Round
 from memmap_buffer.writing.slots import SlotAllocator
@@ -226,17 +226,17 @@ class Writer:
             self._end(files, self._dropped[0])
             del self._dropped[0]
 
-    def _end(self, files: WriteHandles, held: ref[Episode]) -> None:
+    def _end(self, files: WriteHandles, reference: ref[Episode]) -> None:
         """End an episode that was written to its slot: published if any of it is shown."""
-        slot_writer = self._slot_writers.get(held)
+        slot_writer = self._slot_writers.get(reference)
         if slot_writer is None:
             return
         if slot_writer.published:
             close_abandoned(files, np.array([slot_writer.slot]))
-        episode = held()
+        episode = reference()
         if episode is not None and episode.state == "open":
             self._close(episode, "published" if slot_writer.published else "aborted")
-        self._slot_writers.pop(held)
+        self._slot_writers.pop(reference)
 
     def _close(self, episode: Episode, state: str) -> None:
         """An episode is over."""
@@ -307,14 +307,16 @@ class Writer:
 
     # Episodes
 
-    def open(self, meta: Mapping[str, Any], *, keep_partial: bool = False, held: Held | None = None) -> Episode:
+    def open(
+        self, meta: Mapping[str, Any], *, keep_partial: bool = False, block_end: BlockEnd | None = None
+    ) -> Episode:
         """A new open episode. Raises BufferFullError or EpisodeStateError when it could not be published."""
         with self.lock.turn:
             self._begin(publishing=True)
             self._require_room_for_another()
-            episode = Episode(self, meta, keep_partial=keep_partial, held=held)
+            episode = Episode(self, meta, keep_partial=keep_partial, block_end=block_end)
             try:
-                self.lock.episodes.add(episode, watched=held is not None)
+                self.lock.episodes.add(episode, watched=block_end is not None)
                 return episode
             except BaseException:
                 self._close(episode, "aborted")  # whoever asked for it never gets it
@@ -491,7 +493,7 @@ class Writer:
                 episode.writer.settle(episode)
                 return
             if ref(episode) in self._slot_writers and self.lock.mine:
-                self._change(partial(self._end, held=ref(episode)))
+                self._change(partial(self._end, reference=ref(episode)))
             self._drop(episode)
 
     def _drop(self, episode: Episode) -> None:
@@ -513,7 +515,7 @@ class Writer:
                 self.begin()  # one that is published may not be known to be
             other.staging = self.staging
             for episode in self.lock.episodes.every():
-                other.lock.episodes.add(episode, watched=episode.held is not None)
+                other.lock.episodes.add(episode, watched=episode.block_end is not None)
                 episode.serial, episode.writer = -1, other
                 self.lock.episodes.remove(ref(episode))
 

@@ -60,9 +60,9 @@ def test_what_all_ranks_have_given_is_the_beginning_of_the_epoch(world, **how):
     for number in range(ranks[0].full):
         turn = [i for part in parts for i in part[number]]
         for split in ranks:
-            assert turn == list(range(split.given(number), split.given(number + 1)))
+            assert turn == list(range(split.num_given(number), split.num_given(number + 1)))
     for split in ranks:
-        assert not split.last or split.given(len(split)) == how["items"]
+        assert not split.last or split.num_given(len(split)) == how["items"]
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0), (0.0, 1), (True, 2), ("0", 1)])

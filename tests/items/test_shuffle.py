@@ -237,7 +237,7 @@ class TestQuota:
         quota, total = Quota(weights), np.zeros(len(weights))
         shares, begin = np.array(weights) / sum(weights), 0
         for batch_size in batch_sizes:
-            counts = quota.given(begin + batch_size) - quota.given(begin)
+            counts = quota.num_given(begin + batch_size) - quota.num_given(begin)
             assert counts.min() >= 0
             assert counts.sum() == batch_size
             total, begin = total + counts, begin + batch_size
@@ -248,11 +248,11 @@ class TestQuota:
     def test_every_item_is_of_one_source_and_has_its_number_there(self, weights, begin, count):
         quota = Quota(weights)
         source, within = quota.turns(np.arange(begin, begin + count))
-        seen = quota.given(begin).tolist()
+        seen = quota.num_given(begin).tolist()
         for i, (number, turn) in enumerate(zip(source.tolist(), within.tolist(), strict=True)):
             assert turn == seen[number]
             seen[number] += 1
-            assert seen == quota.given(begin + i + 1).tolist()
+            assert seen == quota.num_given(begin + i + 1).tolist()
 
     @pytest.mark.parametrize(
         ("weights", "batch_size", "counts"),
@@ -261,10 +261,10 @@ class TestQuota:
     def test_shares_that_divide_a_batch_are_exact_in_each(self, weights, batch_size, counts):
         quota = Quota(weights)
         for begin in [*range(0, 50 * batch_size, batch_size), 10**9 * batch_size]:
-            assert (quota.given(begin + batch_size) - quota.given(begin)).tolist() == counts
+            assert (quota.num_given(begin + batch_size) - quota.num_given(begin)).tolist() == counts
 
     def test_what_does_not_divide_is_carried_over(self):
-        given = Quota([1, 1, 1]).given
+        given = Quota([1, 1, 1]).num_given
         counts = np.array([given(begin + 4) - given(begin) for begin in (0, 4, 8)])
         assert counts.sum(axis=0).tolist() == [4, 4, 4]
         assert counts.max() == 2
