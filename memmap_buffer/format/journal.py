@@ -105,7 +105,7 @@ class Journal:
         self._moved: Moved | None = None  # `Change.moved` of the changes that are being taken in
         self._hidden = 0  # episodes with lower serials are not shown any more
         self._moment: tuple[int, EpisodeTable] | None = None  # the last one handed out, and before it its mark
-        self._lent: frozenset[str] = frozenset()  # columns of `table` that `_moment` shares: copied before a change
+        self._shared: frozenset[str] = frozenset()  # columns of `table` that `_moment` shares: copied before a change
         self._twice = self._untold = NO_SLOTS  # serials that stand in two slots; those that the log does not name yet
         self._visible: IntArray | None = None  # visible slots, by ascending serials; None where not counted yet
         self._base = 0  # the folder's base, as last taken in
@@ -161,7 +161,7 @@ class Journal:
                     self._visible = slots[self.shown.take(slots) & (self.table.serial.take(slots) == serials)]
                 version: int = self.version  # type: ignore[assignment]
                 table = replace(self.table, changes=version, base=self._base, visible=self._visible)
-                self._lent = frozenset(Columns._fields)
+                self._shared = frozenset(Columns._fields)
                 moment = self._moment = self.mark, table
         if len(untold):  # without the lock: a log handler may wait for a thread that needs it
             log.warning(TWICE, storage.path, untold)
@@ -263,17 +263,17 @@ class Journal:
         self.order[:, : self.tail] = table.serial[table.visible], table.visible
         full = len(table) >= storage.layout.max_episodes
         self._hidden = self.order.item(0, 0) if full else table.base
-        self.table, self._lent = replace(table, visible=NO_SLOTS), frozenset(Columns._fields)
+        self.table, self._shared = replace(table, visible=NO_SLOTS), frozenset(Columns._fields)
         self._most = np.zeros(len(self.shown), np.int64)
         self._limit(slice(None), storage)
         self._followed = True
 
     def _own(self, names: Iterable[str]) -> None:
         """Copy the columns `names` that an episode table shares with `table`, before they are changed in place."""
-        lent = self._lent.intersection(names)
-        if lent:
-            self.table = replace(self.table, **{name: getattr(self.table, name).copy() for name in lent})
-            self._lent -= lent
+        shared = self._shared.intersection(names)
+        if shared:
+            self.table = replace(self.table, **{name: getattr(self.table, name).copy() for name in shared})
+            self._shared -= shared
 
     def _take_in(self, storage: Storage, slots: IntArray) -> IntArray | None:
         """Take in the records of `slots`, which changed.
@@ -289,24 +289,24 @@ class Journal:
         self._base = base
         now = columns_of(storage.maps.words[slots], storage.layout.max_timesteps, None, slots)
         self._hidden = max(self._hidden, base)
-        some = now.start < now.length
-        shown = now.valid & some & (now.flags & DELETED == 0) & (now.serial >= self._hidden)
-        was = self.shown.take(slots)
-        same = was & (now.serial == table.serial.take(slots))
-        if any_of(same & some & ~now.valid):  # an `update` rewrites the episode, and will show it again
+        has_steps = now.start < now.length
+        shown = now.valid & has_steps & (now.flags & DELETED == 0) & (now.serial >= self._hidden)
+        was_shown = self.shown.take(slots)
+        is_same = was_shown & (now.serial == table.serial.take(slots))
+        if any_of(is_same & has_steps & ~now.valid):  # an `update` rewrites the episode, and will show it again
             return None
-        fresh = np.flatnonzero(shown & ~same)
-        if len(fresh) and not self._append(now.serial[fresh], slots[fresh]):
+        new = np.flatnonzero(shown & ~is_same)
+        if len(new) and not self._append(now.serial[new], slots[new]):
             return None
-        before = (table.length.take(slots) - table.start.take(slots)) * was
-        self.num_steps += int(np.add.reduce((now.length - now.start) * shown - before))
-        self._num_episodes += int(np.count_nonzero(shown)) - int(np.count_nonzero(was))
+        steps_before = (table.length.take(slots) - table.start.take(slots)) * was_shown
+        self.num_steps += int(np.add.reduce((now.length - now.start) * shown - steps_before))
+        self._num_episodes += int(np.count_nonzero(shown)) - int(np.count_nonzero(was_shown))
         if self._num_episodes < storage.layout.max_episodes and self._hidden > base:
             return None  # an older episode, which only `max_episodes` hid, may be visible again
-        each = now._asdict()
-        others = {name: values for name, values in each.items() if any_of(values != getattr(table, name)[slots])}
-        self._own(others)
-        for name, values in others.items():
+        columns = now._asdict()
+        changed = {name: values for name, values in columns.items() if any_of(values != getattr(table, name)[slots])}
+        self._own(changed)
+        for name, values in changed.items():
             getattr(self.table, name)[slots] = values
         self.shown[slots], self._visible = shown, None
         self._limit(slots, storage)
@@ -363,7 +363,7 @@ class Journal:
             dropped.append(start - table.start.item(slot))
             added.append(stop - before)
         trimmed = any(dropped)
-        if self._lent:
+        if self._shared:
             self._own(_STEPS if trimmed else ("length",))
         table = self.table
         for slot, start, stop in shown:
