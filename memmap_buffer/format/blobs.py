@@ -66,13 +66,13 @@ class Threads:
         results: list[Any] = [None] * len(parts)
         numbers = iter(range(len(parts)))
 
-        def some() -> None:
+        def take_parts() -> None:
             for i in numbers:
                 results[i] = work(parts[i])
 
-        helpers = [self.submit(some) for _ in range(min(self.count, len(parts)) - 1)]
+        helpers = [self.submit(take_parts) for _ in range(min(self.count, len(parts)) - 1)]
         try:
-            some()
+            take_parts()
         finally:  # wait for them, also after an error: the memory that they write to may be used otherwise afterwards
             for helper in helpers:
                 if not helper.cancel():
@@ -180,18 +180,18 @@ class CodedRows(NamedTuple):
             if not there.size:
                 return there
             return there[self.decode_into(index[there], out, places[there])]
-        of = _first_of_same(index)
-        if of is None:
+        first_of = _first_of_same(index)
+        if first_of is None:
             bad = self._decode_each(index, out, places)
             out[places[bad]] = 0
             return bad
-        is_first = of == np.arange(len(of))
+        is_first = first_of == np.arange(len(first_of))
         own, copies = np.flatnonzero(is_first), np.flatnonzero(~is_first)
         bad = own[self._decode_each(index[own], out, places[own])]
         out[places[bad]] = 0
-        for copy, first in zip(places[copies].tolist(), places[of[copies]].tolist(), strict=True):
+        for copy, first in zip(places[copies].tolist(), places[first_of[copies]].tolist(), strict=True):
             out[copy] = out[first]
-        return np.flatnonzero(np.isin(of, bad)) if len(bad) else bad
+        return np.flatnonzero(np.isin(first_of, bad)) if len(bad) else bad
 
     def _decode_each(self, index: Array, out: Array, places: IntArray) -> IntArray:
         """Decode distinct blobs, in threads if they are many; returns the numbers of those that cannot be decoded."""
@@ -242,8 +242,8 @@ class CodedRows(NamedTuple):
         begin = 0
         for stop in np.minimum(parts, len(index)).tolist():
             if stop > begin:
-                some = index[begin:stop]
-                yield contents_of(some, [blob or b"" for blob in self.blobs(some)])
+                rows = index[begin:stop]
+                yield contents_of(rows, [blob or b"" for blob in self.blobs(rows)])
                 begin = stop
 
 
@@ -255,9 +255,9 @@ def _first_of_same(index: Array) -> IntArray | None:
     if not same.any():
         return None
     starts = np.concatenate([[True], ~same])
-    of = np.empty(len(index), np.int64)
-    of[order] = order[starts][np.cumsum(starts) - 1]
-    return of
+    first_of = np.empty(len(index), np.int64)
+    first_of[order] = order[starts][np.cumsum(starts) - 1]
+    return first_of
 
 
 def contents_of(index: Array, blobs: Sequence[bytes]) -> Array:
