@@ -1,7 +1,7 @@
 """Measure this library against the lower bound that plain numpy, torch and the system set, in one run.
 
     python scripts/bench.py [--case NAME or GROUP ...] [--repeats N] [--steps N] [--cold-gb G] [--no-peers] [--json]
-    python scripts/bench.py priority | shards | episodes | ray [options of their own: --help]
+    python scripts/bench.py priority | shards | episodes | ray [options of their own: --help; also --case shards]
 
 A case measures this library and a bound on the same data. The bound does the same work into a given output, without any
 of our checks. Both take turns with the peers that are installed (`pip install '.[bench]'`), and the median of each
@@ -96,8 +96,11 @@ def chosen(names: list[str]) -> list[str]:
 
 
 def main() -> None:
-    if len(sys.argv) > 1 and sys.argv[1] in PROGRAMS:
-        importlib.import_module(PROGRAMS[sys.argv[1]]).main(sys.argv[2:])
+    asked = sys.argv[1:]
+    if asked[:1] == ["--case"] and not CASES.keys() & asked[1:2]:
+        asked = asked[1:]
+    if asked and asked[0] in PROGRAMS:
+        importlib.import_module(PROGRAMS[asked[0]]).main(asked[1:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.records import CHECK, GENERATION, RECORD, SERIAL, STATE_WORD, WORDS, Words
@@ -85,18 +86,26 @@ class Reach:
         if before is None:
             self._mirrored = any(storage.mirror is not None for storage in storages)
             self.changes = np.array([table.changes for table in tables], np.uint64)
-            self._served = Held.of([table.served for table in tables])  # another thread may put an equal one there
             trusted = all(storage.trusted and not storage.in_doubt for storage in storages)
             self.usable = trusted and not self._mirrored
         else:
             again = [i for i, (now, then) in enumerate(zip(tables, before.tables, strict=True)) if now is not then]
             self.changes = before.changes.copy()
             self.changes[again] = [tables[i].changes for i in again]
-            self._served = before._served.replaced(again, [tables[i].served for i in again])
+            if "_served" in vars(before):
+                self._served = before._served.replaced(again, [tables[i].served for i in again])
             self._mirrored, self.usable = before._mirrored, before.usable  # each folder says it of itself once
         self._records = self._hold("/episodes", lambda storage: storage.maps.words)
         self._state = self._hold("/state", lambda storage: storage.maps.state)
-        self._last_slot = np.minimum(self._served.length, self._records.length) - 1
+
+    @cached_property
+    def _served(self) -> Held:
+        """The checks of the records that are shown; held, as another thread may put equal ones in their place."""
+        return Held.of([table.served for table in self.tables])
+
+    @cached_property
+    def _last_slot(self) -> IntArray:
+        return np.minimum(self._served.length, self._records.length) - 1
 
     def _hold(self, name: str, array_of: Callable[[Storage], Array]) -> Held:
         """The arrays of a name, those that were first asked for: what another thread was told stays held."""

@@ -1,6 +1,6 @@
 """The cost of a root of many shards: opening, memory, draws, publications, and two ranks of a loader.
 
-    python scripts/bench.py shards --folder /data/tmp
+    python scripts/bench.py --case shards --folder /data/tmp
 
 The folders are sparse, so 10^7 steps take page cache and no disk. Contenders take turns in one process. The figure is
 the lowest fifth of the bursts, in CPU time of the thread, so that other users of the machine do not count.
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -28,7 +30,13 @@ from bench.measure import HEAD, Goal, Row, finish
 from memmap_buffer import ConcatBuffer, ReplayBuffer
 
 STEPS = 1000  # of an episode, unless another number is given
+FIELDS = {name: LOW[name] for name in ("observation", "action", "terminated")}  # 10,000 shards of more need more maps
 VIEW: dict[str, Any] = {"timestep_level": True}
+VIEWS: dict[str, dict[str, Any]] = {
+    "timesteps": VIEW,
+    "3-step items": {"n_steps": 3},
+    "windows of 16": {"window_length": 16},
+}
 WORLD = 2
 
 
@@ -46,54 +54,78 @@ def low(contenders: Mapping[str, Callable[[], object]], bursts: int, calls: int)
 
 
 def root_of(folder: Path, shards: int, episodes: int, steps: int = STEPS) -> Path:
-    """A root of `shards` shards with `episodes` episodes in all."""
-    for number in range(shards):
-        forge(folder / f"shard-{number:05}", episodes // shards, steps, LOW)
+    """A root of `shards` shards with `episodes` episodes in all: a forged one, and copies with ids of their own."""
+    first = forge(folder / "shard-00000", max(1, episodes // shards), steps, FIELDS)
+    for number in range(1, shards):
+        copied(first, folder / f"shard-{number:05}")
     return folder
 
 
+def copied(source: Path, target: Path) -> None:
+    """A copy of a forged folder as another buffer, of whose data only the headers take space."""
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_dir():
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent.name == "data":
+            with path.open("rb") as file:
+                place.write_bytes(file.read(4096))
+            os.truncate(place, path.stat().st_size)
+        elif path.name == "schema.json":
+            text = json.loads(path.read_text())
+            place.write_text(path.read_text().replace(text["id"], secrets.token_hex(16)))
+        else:
+            shutil.copyfile(path, place)
+
+
 def opening(root: Path, shards: int) -> Iterator[Row]:
-    """Time, and the file handles and maps that are added."""
-    before = _handles_and_maps()
+    """Time, memory, and the file handles and maps that are added."""
+    before = _handles_maps_and_bytes()
     start = time.thread_time()
     buffer = ConcatBuffer.from_root(root)
     buffer.refresh()
     ms = 1e3 * (time.thread_time() - start)
-    handles, maps = (now - then for now, then in zip(_handles_and_maps(), before, strict=True))
-    yield finish(f"open {shards} shards", "ms", ms, None, ms / shards, Goal(None), {"handles": handles, "maps": maps})
+    handles, maps, size = (now - then for now, then in zip(_handles_maps_and_bytes(), before, strict=True))
+    more = {"handles": handles, "maps": maps, "MB": size / 1e6}
+    yield finish(f"open {shards} shards", "ms", ms, None, ms / shards, Goal(None), more)
+    loader = buffer.dataloader(256, shuffle=True, **VIEW)
+    next(iter(loader))
+    size = len(json.dumps(loader.state_dict()))
+    yield finish("  state_dict", "bytes", size, None, size / shards, Goal(None))
 
 
-def _handles_and_maps() -> tuple[int, int]:
+def _handles_maps_and_bytes() -> tuple[int, int, int]:
     self = Path("/proc/self")
-    return sum(1 for _ in (self / "fd").iterdir()), len((self / "maps").read_text().splitlines())
+    handles, maps = sum(1 for _ in (self / "fd").iterdir()), len((self / "maps").read_text().splitlines())
+    return handles, maps, 4096 * int((self / "statm").read_text().split()[1])
 
 
-def draws(roots: Mapping[int, Path], one: Path, bursts: int) -> Iterator[Row]:
-    """A sample of 256 timesteps, over one buffer of as many steps."""
-    buffers: dict[str, Any] = {str(n): ConcatBuffer.from_root(root) for n, root in roots.items()}
+def draws(root: Path, shards: int, one: Path, bursts: int) -> Iterator[Row]:
+    """A sample of 256 items, over one buffer of as many."""
+    buffers: dict[str, Any] = {"root": ConcatBuffer.from_root(root)}
     buffers["one"] = ReplayBuffer.from_folder(one, read_only=True)
     for buffer in buffers.values():
         touch(buffer)
-
-    def sample(buffer: Any) -> Callable[[], object]:
-        return lambda: buffer.sample(256, **VIEW)
-
-    us = low({name: sample(buffer) for name, buffer in buffers.items()}, bursts, 48)
-    for n in roots:
-        ours = us[str(n)]
-        yield finish(
-            f"sample of 256, {n} shards", "us", ours, us["one"], ours / us["one"], Goal(3, at_most=True, unit=" x")
-        )
-    looks = {str(n): buffers[str(n)].refresh for n in roots}
-    for name, ours in low(looks, bursts, 48).items():
-        yield finish(f"  of it, to look for what is new, {name} shards", "us", ours, None, ours, Goal(None))
+    calls = 48 if shards <= 1000 else 12
+    for what, view in VIEWS.items():
+        us = low({name: partial(buffer.sample, 256, **view) for name, buffer in buffers.items()}, bursts, calls)
+        ours, of_one = us["root"], us["one"]
+        name, goal = f"sample of 256 {what}, {shards} shards", Goal(3, at_most=True, unit=" x")
+        yield finish(name, "us", ours, of_one, ours / of_one, goal)
+    ours = low({"": buffers["root"].refresh}, bursts, calls)[""]
+    yield finish(f"  of it, to look for what is new, {shards} shards", "us", ours, None, ours, Goal(None))
+    yield from by_priority(buffers, shards, bursts, calls)
 
 
-def by_priority(roots: Mapping[int, Path], one: Path, bursts: int) -> Iterator[Row]:
+def by_priority(buffers: dict[str, Any], shards: int, bursts: int, calls: int) -> Iterator[Row]:
     """A sample of 256 items by priority, alone and with the update of their priorities, over one buffer of as many."""
-    buffers: dict[str, Any] = {str(n): ConcatBuffer.from_root(root) for n, root in roots.items()}
-    buffers["one"] = ReplayBuffer.from_folder(one, read_only=True)
     errors = np.random.default_rng(0).random(256)
+    buffers["one"].sample(256, prioritized=True, **VIEW)  # which loads what loops are compiled with
+    start = time.thread_time()
+    buffers["root"].sample(256, prioritized=True, **VIEW)
+    ms = 1e3 * (time.thread_time() - start)
+    yield finish(f"first draw by priority, {shards} shards", "ms", ms, None, ms / shards, Goal(None))
     for what, view in {"timesteps": VIEW, "3-step items": {"n_steps": 3}}.items():
 
         def sample(buffer: Any, view: dict[str, Any] = view) -> Any:
@@ -103,11 +135,10 @@ def by_priority(roots: Mapping[int, Path], one: Path, bursts: int) -> Iterator[R
             return buffer.update_priorities(sample(buffer), errors)
 
         for how, call in {"": sample, ", and update": turn}.items():
-            us = low({name: partial(call, buffer) for name, buffer in buffers.items()}, bursts, 48)
-            for n in roots:
-                ours, of_one = us[str(n)], us["one"]
-                name, goal = f"{what} by priority{how}, {n} shards", Goal(None if how else 3, at_most=True, unit=" x")
-                yield finish(name, "us", ours, of_one, ours / of_one, goal)
+            us = low({name: partial(call, buffer) for name, buffer in buffers.items()}, bursts, calls)
+            ours, of_one = us["root"], us["one"]
+            name, goal = f"{what} by priority{how}, {shards} shards", Goal(None if how else 3, at_most=True, unit=" x")
+            yield finish(name, "us", ours, of_one, ours / of_one, goal)
 
 
 def touch(buffer: Any) -> None:
@@ -147,8 +178,8 @@ def publication(root: Path, shards: int) -> Iterator[Row]:
     """The first sample after one shard published: its records are read, the index is built again."""
     path = root / "shard-00000"
     shutil.rmtree(path)
-    with ReplayBuffer(path, 1000, STEPS, LOW) as writer:
-        arrays = episode(LOW, 3, np.random.default_rng(0))
+    with ReplayBuffer(path, 1000, STEPS, FIELDS) as writer:
+        arrays = episode(FIELDS, 3, np.random.default_rng(0))
         buffer, taken = ConcatBuffer.from_root(root), []
         for _ in range(20):
             writer.store_episode(**arrays)
@@ -197,7 +228,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument(
         "--folder", type=Path, default=None, help="where the folders are made; default: a temporary one"
     )
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 64, 1000, 10_000])
     parser.add_argument("--episodes", type=int, default=10_000, help="in all the shards together")
     parser.add_argument("--steps", type=int, default=STEPS, help="of an episode")
     parser.add_argument("--many", type=int, default=1_000_000, help="episodes of one step, for the index")
@@ -216,11 +247,10 @@ def main(given: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         place = Path(name)
         roots = {n: root_of(place / str(n), n, arguments.episodes, arguments.steps) for n in arguments.shards}
-        one = forge(place / "one", arguments.episodes, arguments.steps, LOW)
-        for n, root in roots.items():
+        one = forge(place / "one", arguments.episodes, arguments.steps, FIELDS)
+        for n, root in roots.items():  # one after another: together they have more maps than a process may
             tell(opening(root, n))
-        tell(draws(roots, one, arguments.bursts))
-        tell(by_priority(roots, one, arguments.bursts))
+            tell(draws(root, n, one, arguments.bursts))
         tell(memory(root_of(place / "many", 10, arguments.many, 1), arguments.many))
         last = max(roots)
         tell(ranks(roots[last], arguments.bursts))
