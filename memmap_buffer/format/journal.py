@@ -196,8 +196,8 @@ class Journal:
 
     # Reading
 
-    def _catch_up(self, storage: Storage, *, anew: bool = False) -> None:
-        """Take in the changes of the folder.
+    def _catch_up(self, storage: Storage, *, anew: bool = False, again: bool = False) -> None:
+        """Take in the changes of the folder; `again`: right after it was far behind, so that it is no endless chase.
 
         Raises SchemaMismatchError: the change counter does not tell which slots changed, and the schema was changed so
         that `Storage.require_schema` refuses it.
@@ -227,8 +227,8 @@ class Journal:
             self.mark += 1
         self.version = changes
         # A record may have changed after `changed_records` had passed it, while a newer episode was taken in.
-        if is_far_behind and changed is not None:
-            self._catch_up(storage)
+        if is_far_behind and changed is not None and not again:
+            self._catch_up(storage, again=True)
 
     def _read(self, storage: Storage) -> int:
         """Read all records into an episode table; returns the change counter before they were read."""

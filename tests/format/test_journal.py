@@ -352,6 +352,30 @@ def test_a_reader_that_is_far_behind_and_stands_still_leaves_out_no_episode(
     writer.close()
 
 
+def test_a_reader_that_is_far_behind_again_at_each_look_does_not_chase_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, changed, looks = make(tmp_path / "ring", 6), journal.changed_records, []
+    storage = Storage.open(tmp_path / "ring", read_only=True)
+    assert len(shown_by(storage)) == 6
+    store(writer, 1)
+    assert len(shown_by(storage)) == 6
+
+    def go_on(*arguments: Any) -> Any:
+        slots = changed(*arguments)
+        looks.append(slots)
+        for _ in range(600):
+            writer.update(3, x=np.ones((LENGTH,)))
+        return slots
+
+    for _ in range(600):
+        writer.update(3, x=np.ones((LENGTH,)))
+    monkeypatch.setattr(journal, "changed_records", go_on)
+    assert len(shown_by(storage)) == 6
+    assert len(looks) == 2
+    writer.close()
+
+
 def test_a_record_that_is_damaged_is_not_copied_for_ever(tmp_path: Path) -> None:
     make(tmp_path / "ring", 6).close()
     rewrite_record(tmp_path / "ring", 2, serial=77, check=7)
