@@ -70,6 +70,7 @@ if TYPE_CHECKING:
         disk_of,
         measure_disk_speed,
     )
+    from memmap_buffer.maintenance.garbage import collect_garbage
     from memmap_buffer.maintenance.pack import pack, unpack
     from memmap_buffer.maintenance.publish import publish
     from memmap_buffer.maintenance.pull import fetched_of, pull, shards_at
@@ -132,6 +133,7 @@ __all__ = [
     "advantages",
     "available_memory",
     "bytes_to_copy",
+    "collect_garbage",
     "compression_of",
     "compute_importance_weights",
     "discounted_returns",
@@ -161,6 +163,7 @@ _LATER = {  # loaded on first use: training needs none of them, and they would t
     "Store": "store",
     "available_memory": "disk",
     "bytes_to_copy": "disk",
+    "collect_garbage": "garbage",
     "compression_of": "disk",
     "disk_of": "disk",
     "fetched_of": "pull",

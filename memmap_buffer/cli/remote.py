@@ -1,10 +1,12 @@
-"""The commands about folders that are published at a URL: `publish`, `pull`, `ls`, and `info` of a URL."""
+"""The commands about folders that are published at a URL: `publish`, `pull`, `ls`, `gc`, and `info` of a URL."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +59,31 @@ def ls(url: Url, as_json: Json = False, options: StorageOptions = None) -> None:
         say_json(rows)
         return
     show_table("", {key: [row[key] for row in rows] for key in rows[0]} if rows else {"name": []})
+
+
+def gc(
+    url: Url,
+    older_than: Annotated[
+        str, typer.Option("--older-than", help="7d, 36h, 2w: what is younger stays; a day at least.")
+    ] = "7d",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    options: StorageOptions = None,
+) -> None:
+    """Remove old versions, heads and entries at the URL of a root that no list names any more."""
+    removed = memmap_buffer.collect_garbage(
+        url, older_than=_time(older_than), storage_options=parsed(options), dry_run=dry_run
+    )
+    for path, size in removed.items():
+        say(f"{path}: {bytes_of(size)}")
+    say(f"{'would be removed' if dry_run else 'removed'}: {len(removed)}, {bytes_of(sum(removed.values()))}")
+
+
+def _time(text: str) -> timedelta:
+    """A time as people write it. Raises Problem."""
+    match = re.fullmatch(r"([0-9]{1,6})([hdw])", text)
+    if match is None:
+        raise Problem(f"--older-than: got {text!r}, expected hours, days or weeks, as in 36h, 7d, 2w")
+    return int(match[1]) * {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}[match[2]]
 
 
 def info_of_url(url: str, options: str | None, cache: Path | None, as_json: bool) -> None:

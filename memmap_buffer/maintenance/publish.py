@@ -1,12 +1,14 @@
 """`publish`: a folder to a store, packed and by parts that never change; `root.json` lists what is whole there.
 
 What stands at a URL is told in `remote.layout`. Nothing that a reader may hold is changed or removed, and what
-is listed is there: a publisher that is killed leaves objects that nobody looks for, and the next one takes them over.
+is listed is there: a publisher that is killed leaves objects that nobody looks for, and the next one takes them over,
+or `maintenance.garbage` removes them, which tells how the two go together.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import re
 import shutil
 import tempfile
@@ -60,7 +62,9 @@ from memmap_buffer.remote.published import Published, read_root, read_shard
 
 ROUNDS = 1000  # how often others may be faster
 LOCK_SECONDS, LOCK_PAUSE = 60.0, 0.02
-_ENTRY = re.compile(r"[0-9]{20}\.(?P<version>[0-9a-f]{32})\.(?P<name>.+)\.json")
+REUSE_SECONDS = 43200.0  # the age of what a publisher that was killed left, up to which no collector may remove it
+SETTLE_SECONDS = 30.0  # longer than a collector's request takes that saw what was written over
+ENTRY = re.compile(r"[0-9]{20}\.(?P<version>[0-9a-f]{32})\.(?P<name>.+)\.json")
 
 
 def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[int]:
@@ -100,13 +104,14 @@ def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[s
     require_fields(objects, str(source), Storage.open(source, read_only=True, verify="never").layout, name)
     with _packed(source) as (packed, left_out):
         try:
-            shard, head = _upload(packed, objects, name)
+            shard, head, contents = _upload(packed, objects, name)
         except RemoteError as error:
             if not error.missing or error.asked != "write":
                 raise
             text = f"{objects}: there is no such bucket, or folder, to write to ({error.url}: {error.came})"
             raise RemoteError(f"{text}; make it, or check the URL", **error.named) from None
-    _list(objects, name, shard, head)
+        _list(objects, name, shard, head)
+        _send(objects, shard.prefix(name), contents, math.inf)  # what a collector removed meanwhile
     return left_out
 
 
@@ -207,27 +212,46 @@ def locked(folder: Folder, seconds: float = 0.0) -> Iterator[None]:
 # The objects of a shard
 
 
-def _upload(packed: Path, objects: Objects, name: str) -> tuple[Shard, bytes]:
-    """Have all that a shard consists of stand in the store; what is known of it, and its head."""
+def _upload(packed: Path, objects: Objects, name: str) -> tuple[Shard, bytes, dict[str, bytes | Path]]:
+    """Have all that a shard consists of stand in the store; what is known of it, its head, and its objects."""
     storage = Storage.open(packed, read_only=True, verify="never")
     files = DataFiles(storage.layout)
     marks = {file: storage.folder.marks(file) for file in files.sizes}
     head = _head(storage)
     digests = np.fromiter(progress(_digests(storage.folder, files), "reading", files.count), np.dtype("<u8"))
     shard = _shard(storage, files, head, digests)
+    contents: dict[str, bytes | Path] = {file: packed / file for file in files.sizes}
+    contents |= {BLOCKS_FILE: blocks_file(files.count).header + digests.tobytes(), HEAD: head}
     _require_same_buffer(objects, name, shard, there := read_shard(objects, f"{name}/{SHARD}"))
-    if there == shard:
-        return shard, head
-    prefix = shard.prefix(name)
-    for file, size in progress(files.sizes.items(), f"uploading {name}", len(files.sizes)):
-        if objects.size(prefix + file) != size:  # else a publisher that was killed sent it, whole and the same
-            objects.write(prefix + file, packed / file)
+    replaced = _send(objects, shard.prefix(name), contents, math.inf if there == shard else REUSE_SECONDS)
     if marks != {file: storage.folder.marks(file) for file in files.sizes}:
         raise CorruptBufferError(f"{packed}: its files changed while they were sent; publish it again", path=packed)
-    objects.write(prefix + BLOCKS_FILE, blocks_file(files.count).header + digests.tobytes())
-    objects.write(prefix + HEAD, head)
-    objects.write(f"{name}/{SHARD}", shard.to_json())
-    return shard, head
+    if replaced:
+        settle()
+    if there != shard:
+        objects.write(f"{name}/{SHARD}", shard.to_json())
+    return shard, head, contents
+
+
+def settle() -> None:
+    """Wait until a collector that saw what was written over has done what it was about to do."""
+    time.sleep(SETTLE_SECONDS)
+
+
+def _send(objects: Objects, prefix: str, contents: Mapping[str, bytes | Path], reuse_seconds: float) -> bool:
+    """Have the objects of a version stand in the store; whether some that were older than told were written over."""
+    there, replaced = objects.listing(prefix), False
+    sizes = {file: len(c) if isinstance(c, bytes) else c.stat().st_size for file, c in contents.items()}
+    missing = []
+    for file, size in sizes.items():
+        stored = there.get(prefix + file)
+        is_old = stored is not None and stored.is_older(reuse_seconds)
+        if stored is None or stored.size != size or is_old:  # else a publisher that was killed sent it whole
+            missing.append(file)
+            replaced |= is_old
+    for file in progress(missing, f"uploading {prefix.partition('/')[0]}", len(missing)):
+        objects.write(prefix + file, contents[file])
+    return replaced
 
 
 def _head(storage: Storage) -> bytes:
@@ -326,7 +350,7 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
 
 
 def _entries(objects: Objects) -> dict[str, re.Match[str]]:
-    return {file: entry for file in objects.names(ENTRIES) if (entry := _ENTRY.fullmatch(file))}
+    return {file: entry for file in objects.names(ENTRIES) if (entry := ENTRY.fullmatch(file))}
 
 
 def _entered(objects: Objects, entry: re.Match[str]) -> tuple[Shard, bytes] | None:
@@ -378,7 +402,12 @@ def _names_by_object(root: Root, but: Mapping[str, bytes]) -> dict[str, list[str
 
 
 def _heads_of(objects: Objects, root: Root, key: str, names: list[str]) -> dict[str, bytes]:
-    (data,) = objects.read_ranges([(head_object(key), 0, root.heads[key])], lambda i, data: digest(data) == key)
+    try:
+        (data,) = objects.read_ranges([(head_object(key), 0, root.heads[key])], lambda i, data: digest(data) == key)
+    except RemoteError as error:
+        if not error.missing:
+            raise
+        return {name: Published(objects, root.shards[name], name).read_head() for name in names}
     heads = {}
     for name in names:
         _, first, size = root.shards[name].head

@@ -18,7 +18,7 @@ block, else of 16.
 No object changes once it is there, but `root.json` and `shard.json`, each of which is replaced whole. So a reader of a
 shard can go on when the shard is published again: the new version is in another folder, whose name is the digest of the
 digests of its head and of its blocks. Versions and heads that are named no more are never looked for again, and stay
-until somebody removes them.
+until `maintenance.garbage` removes them.
 
 A shard counts once `root.json` lists it, or, read by its own URL, once `shard.json` is there. Both are written only
 when everything that they name is there. Whoever publishes replaces `root.json` on condition that it did not change

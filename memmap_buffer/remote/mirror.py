@@ -20,7 +20,7 @@ import numpy as np
 
 from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import Array
-from memmap_buffer.errors import CorruptBufferError, SchemaError
+from memmap_buffer.errors import CorruptBufferError, RemoteError, SchemaError
 from memmap_buffer.format.blobs import CodedRows, Dictionary, lengths_of
 from memmap_buffer.format.checksums import EMPTY, Sums
 from memmap_buffer.format.folder import Folder
@@ -101,7 +101,12 @@ class Mirror(Published):
             return self.objects.read_ranges([(path, 0, total)], lambda i, data: digest(data) == name)[0]
 
         for anew in (False, True):
-            part = bytes(self.cache.head(name, total, fetch, anew)[first : first + size])
+            try:
+                part = bytes(self.cache.head(name, total, fetch, anew)[first : first + size])
+            except RemoteError as error:
+                if not error.missing or self._heads is None:
+                    raise
+                return super().read_head()  # the object was removed, as newer lists have the heads in others
             if self.shard.is_head(part):
                 return part
         where = self.objects.name_of(path)

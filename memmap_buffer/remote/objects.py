@@ -11,8 +11,10 @@ import asyncio
 import errno
 import re
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +27,7 @@ TIMEOUT, SLOWEST = 20.0, 1 << 18  # a request may take so many seconds, and one 
 IN_FLIGHT, BYTES_IN_FLIGHT = 64, 64 << 20  # the most ranges, and the most bytes, that are requested at a time
 PART = 8 << 20  # bytes of a large object that are sent at a time
 MOST_PARTS = 9000  # S3 takes 10,000
+LISTING = 1 << 30  # bytes that a listing of all objects may have, at `SLOWEST`: a thousand of S3's are a request
 NO_RANGES = "the server sends the whole object, it has no ranges"
 Range = tuple[str, int, int]
 Result = TypeVar("Result")
@@ -33,6 +36,7 @@ _HOPELESS = (ImportError, LookupError, NotImplementedError, PermissionError, Typ
 _HOPELESS_NAMES = ("NoCredentialsError", "PartialCredentialsError")  # of botocore, which need not be there
 _RETRIED_STATUS = (408, 425, 429)
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_TIMES = ("LastModified", "mtime", "created", "last_modified", "updated")  # when an object was written, by stores
 _CHANGED_NAMES = ("PreconditionFailed", "ConditionalRequestConflict")
 _file_systems: list[Any] = []  # all that were opened, kept: else a forked child would drop and so close its parent's
 
@@ -40,6 +44,17 @@ _file_systems: list[Any] = []  # all that were opened, kept: else a forked child
 def shown(text: str) -> str:
     """A text without the users, passwords and queries of the URLs in it."""
     return _URL.sub(lambda match: match[1] + match[3], text)
+
+
+class Stored(NamedTuple):
+    """An object in the store: its bytes, and when it was written, in seconds as `time.time`; None: it does not tell."""
+
+    size: int
+    written: float | None
+
+    def is_older(self, seconds: float) -> bool:
+        """Whether it was written so long ago; not where the store does not tell."""
+        return self.written is not None and self.written < time.time() - seconds
 
 
 class _Unfit(Exception):
@@ -197,10 +212,7 @@ class Objects:
         """The number of bytes of an object; None if there is none."""
 
         async def request() -> int:
-            size = (await self._call("info", self._path(path))).get("size")
-            if type(size) is not int:
-                raise _Unfit("the store does not tell how large it is", again=False)
-            return size
+            return _stored(await self._asked("info", self._path(path))).size
 
         return self._run_or(None, "size", path, request)
 
@@ -208,15 +220,35 @@ class Objects:
         """The names of the objects in a folder, sorted; [] if there is no such folder."""
 
         async def request() -> list[str]:
-            self._open().fs.invalidate_cache()
-            paths = await self._call("ls", self._path(path), detail=False)
+            paths = await self._asked("ls", self._path(path), detail=False)
             return sorted(str(name).rstrip("/").rpartition("/")[2] for name in paths)
 
         return self._run_or([], "list", path, request)
 
+    def listing(self, path: str = "") -> dict[str, Stored]:
+        """All objects below a folder, by their paths; none if there is no such folder."""
+
+        async def request() -> dict[str, Stored]:
+            facts = await self._asked("find", self._path(path), detail=True)
+            root = self._path("") + "/"
+            return {name[len(root) :]: _stored(each) for name, each in facts.items() if name.startswith(root)}
+
+        return self._run_or({}, "list", path, request, LISTING)
+
     def remove(self, path: str) -> None:
         """Remove an object; one that is not there is fine."""
         self._run_or(None, "remove", path, lambda: self._call("rm_file", self._path(path)))
+
+    def remove_older(self, path: str, seconds: float) -> bool:
+        """Remove an object if, by a look directly before, it was written so long ago; whether it was removed."""
+
+        async def request() -> bool:
+            if not _stored(await self._asked("info", self._path(path))).is_older(seconds):
+                return False
+            await self._call("rm_file", self._path(path))
+            return True
+
+        return self._run_or(False, "remove", path, request)
 
     # The one object that several processes may replace
 
@@ -359,6 +391,11 @@ class Objects:
             return await getattr(fs, f"_{method}")(*arguments, **options)
         return await asyncio.to_thread(getattr(fs, method), *arguments, **options)
 
+    async def _asked(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """As `_call`, by the store itself rather than by what the file system keeps of earlier answers."""
+        self._open().fs.invalidate_cache()
+        return await self._call(method, *arguments, **options)
+
     async def _read_range(self, i: int, wanted: Range, check: Callable[[int, bytes], bool] | None) -> bytes:
         path, start, stop = wanted
 
@@ -424,6 +461,27 @@ async def _get_by_http(fs: Any, url: str, start: int, stop: int, exact: bool) ->
             data += part
             bytes_left -= len(part)
         return bytes(data)
+
+
+def _stored(facts: Mapping[str, Any]) -> Stored:
+    """An object by what a file system tells of it."""
+    size = facts.get("size")
+    if type(size) is not int:
+        raise _Unfit("the store does not tell how large it is", again=False)
+    times = (_seconds(facts[name]) for name in _TIMES if name in facts)
+    return Stored(size, next((seconds for seconds in times if seconds is not None), None))
+
+
+def _seconds(value: Any) -> float | None:
+    """A time as file systems tell it, a number, a `datetime` or a text, as seconds."""
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _status(error: Exception) -> int:

@@ -10,11 +10,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from memmap_buffer.errors import MemmapBufferError
+from memmap_buffer.errors import MemmapBufferError, RemoteError
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.remote.cache import Cache
-from memmap_buffer.remote.layout import ROOT, SHARD, Root, digest, head_object
+from memmap_buffer.remote.layout import ROOT, SHARD, Root, Shard, digest, head_object
 from memmap_buffer.remote.mirror import Mirror
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.remote.published import nothing_at, read_root, read_shard
@@ -94,20 +94,39 @@ class RemoteShards:
             except (MemmapBufferError, OSError) as error:  # the shards that are known can still be read
                 log.warning("%s; its shards are those that were known before", error)
             self._read_at = time.monotonic()
-        new = {name: shard for name, shard in self._root.shards.items() if self._versions.get(name) != shard.version}
-        if new:
-            storages, numbers, names = dict[int, Storage](), self._numbers(), dict[str, list[str]]()
-            for name, shard in new.items():
-                names.setdefault(shard.head[0], []).append(name)
-            for key in self._fetch_heads(names):
-                for name in names[key]:
-                    shard = new[name]
-                    mirror = Mirror(self._objects, shard, name, self._cache, self._root.heads[key])
-                    storages[numbers[name]] = mirror.storage()
-                    self._versions[name] = shard.version
-            self.storages = self.storages | dict(sorted(storages.items()))  # each stays in the place that it has
+        if self._unopened():
+            try:
+                self._open_new()
+            except RemoteError as error:
+                if not error.missing:
+                    raise
+                self._root = self._read_root()  # which names the objects that have the heads by now
+                self._open_new(one_by_one=True)
             self._read_at = time.monotonic()  # counted from now, however long the opening took
         return self.storages
+
+    def _unopened(self) -> dict[str, Shard]:
+        """The shards, by name, of which another version is listed than is open."""
+        assert self._root is not None
+        return {name: shard for name, shard in self._root.shards.items() if self._versions.get(name) != shard.version}
+
+    def _open_new(self, one_by_one: bool = False) -> None:
+        """Open the versions that are not open yet.
+
+        Args:
+            one_by_one: each version's own head takes the place of an object that had many of them and is gone.
+        """
+        assert self._root is not None
+        new, storages, numbers = self._unopened(), dict[int, Storage](), self._numbers()
+        names = dict[str, list[str]]()
+        for name, shard in new.items():
+            names.setdefault(shard.head[0], []).append(name)
+        for key in names if one_by_one else self._fetch_heads(names):
+            for name in names[key]:
+                mirror = Mirror(self._objects, new[name], name, self._cache, self._root.heads[key])
+                storages[numbers[name]] = mirror.storage()
+        self.storages = self.storages | dict(sorted(storages.items()))  # each stays in the place that it has
+        self._versions |= {name: shard.version for name, shard in new.items()}
 
     def reach(self, numbers: Iterable[int]) -> dict[int, Storage]:
         """The storages as `look` returns them, read anew if one of `numbers` is missing; it may still be missing."""

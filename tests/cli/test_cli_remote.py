@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,26 @@ def test_ls_of_a_folder_here_names_the_command_for_it(tmp_path: Path, capsys: py
     assert error.endswith(f"what is in it is said by: memmap-buffer info '{tmp_path}/a folder'\n")
     assert main("ls", tmp_path / "missing") == 2
     assert "nothing was published here" in capsys.readouterr().err
+
+
+def test_garbage_is_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"file://{tmp_path}/url"
+    make(tmp_path / "one", range(2))
+    assert main("publish", tmp_path / "one", url) == 0
+    half = tmp_path / "url" / "two" / ("a" * 32) / "data" / "x.npy"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"x" * 5000)
+    os.utime(half, (time.time() - 40 * 3600,) * 2)
+    capsys.readouterr()
+    for options, count in [((), 0), (("--older-than", "2d"), 0), (("--older-than", "36h", "--dry-run"), 1)]:
+        assert main("gc", url, *options) == 0
+        out = capsys.readouterr().out.splitlines()
+        assert len(out) == count + 1
+        assert half.exists()
+    assert out == [f"two/{'a' * 32}: 4.9 KiB", "would be removed: 1, 4.9 KiB"]
+    assert main("gc", url, "--older-than", "36h") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "removed: 1, 4.9 KiB"
+    assert not half.exists()
+    for age, error in [("12h", "--older-than: got "), ("soon", "--older-than: got 'soon', expected hours, days")]:
+        assert main("gc", url, "--older-than", age) == 2
+        assert error in capsys.readouterr().err

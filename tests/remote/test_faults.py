@@ -108,6 +108,27 @@ def test_a_store_that_fails_is_an_error_and_training_goes_on_when_it_is_back(roo
         compare(root, far)
 
 
+def test_shards_that_were_opened_before_the_store_failed_are_there_when_it_is_back(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr("memmap_buffer.remote.shards.LOOK_SECONDS", -1.0)
+    url, keys = f"file://{tmp_path}/far", []
+    with RangeServer(tmp_path / "far") as server:
+        for name in "abc":  # the head of the last one is an object of its own
+            with ReplayBuffer(tmp_path / name, 1, 2, {"x": "int"}) as buffer:
+                buffer.store_episode(x=[0])
+            publish(tmp_path / name, url)
+            keys.append(json.loads((tmp_path / "far" / "root.json").read_bytes())["shards"][name]["head"][0])
+            if name == "a":
+                far = ConcatBuffer.from_root(server.url, cache=tmp_path / "cache")
+            elif name == "b":
+                assert len(ConcatBuffer.from_root(server.url, cache=tmp_path / "cache")) == 2  # which keeps the head
+        server.fail("403", match=keys[-1])
+        with pytest.raises(RemoteError, match="403"):
+            far.refresh()
+        server.heal()
+        far.refresh()
+        assert len(far) == 3
+
+
 def test_a_server_that_is_gone_for_a_moment(root, tmp_path, monkeypatch):
     """It is back when the first request has failed."""
     server = RangeServer(root / "far")

@@ -1,0 +1,208 @@
+"""`collect_garbage`: objects at a URL that no list names any more are removed, beside readers and publishers.
+
+What is removed: versions that neither `root.json`, `shard.json` nor an entry names, objects in `heads/` that
+`root.json` does not name, entries whose shard is listed or that a newer one supersedes, and `*.new`, which a killed
+publisher left in a file system. All must be older than the caller says, and that is a day at least. Any other object
+stays.
+
+Why nothing is lost, whoever reads or publishes at the time, and wherever a collector is killed:
+
+- A version stays as long as one of its objects, `shard.json`, or the object with the head that `root.json` lists its
+  shard by, is younger than that. The last two are written when another version takes its place, so readers of a version
+  have that long to read on.
+- An object is looked at directly before it is removed, and stays if it is younger now. A publisher trusts what another
+  left there only up to half a day of age, far from the day at which a collector may remove it, even by a clock that is
+  hours wrong; what is older it writes anew. So of a version that is published after the lists were read, a collector
+  removes at most what it had looked at before that was written: within one request. A publisher that wrote something
+  anew waits longer than a request takes, and each looks, once its shard is listed, whether all objects are there, and
+  sends what is missing.
+- Of a version the head goes first, so that what a kill leaves cannot be opened.
+- An object of `heads/` may be gone a moment after a reader read a list that named it. It reads the list once more, and
+  else the head of each version; so does a publisher that puts heads together.
+- An entry that is listed stays until the head that its shard is listed by is as old: a publisher that read the list
+  before, and is about to replace it, lists the entry again. The newest entry of a shard goes last, as the one before it
+  would count in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from memmap_buffer.errors import SchemaError
+from memmap_buffer.maintenance.publish import ENTRY
+from memmap_buffer.paths import url_of
+from memmap_buffer.progress import progress
+from memmap_buffer.remote.layout import BLOCKS_FILE, ENTRIES, HEAD, HEADS, ROOT, SHARD, Root, head_object, is_shard_name
+from memmap_buffer.remote.objects import Objects, Stored
+from memmap_buffer.remote.published import nothing_at, read_root, read_shard
+
+YOUNGEST = timedelta(days=1)
+UNKNOWN = Stored(0, None)
+TOGETHER = 16  # objects that are removed at a time
+_FILES = rf"(data/[^/]+|{re.escape(HEAD)}|{re.escape(BLOCKS_FILE)})"
+_VERSION = re.compile(rf"(?P<name>[^/]+)/(?P<version>[0-9a-f]{{32}})/{_FILES}(\.[0-9]+\.new)?")
+_HEAD = re.compile(rf"{HEADS}/[0-9a-f]{{32}}\.bin")
+_NEW = re.compile(rf"({ROOT}|[^/]+/{SHARD}|{HEADS}/[^/]+|{ENTRIES}/[^/]+|[^/]+/[0-9a-f]{{32}}/.+)\.[0-9]+\.new")
+Listing = Mapping[str, Stored]
+
+
+class _Garbage(NamedTuple):
+    """An object to be removed: its path, and what it is told as: itself, or the folder of its version."""
+
+    path: str
+    told_as: str
+
+
+def collect_garbage(
+    url: str,
+    *,
+    older_than: timedelta = timedelta(days=7),
+    storage_options: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
+) -> dict[str, int]:
+    """Remove the objects of a root that no list names any more, beside readers and publishers.
+
+    Versions that were published over, what killed publishers left, and lists of shards that newer ones replaced. What
+    is interrupted, or fails, has removed some of them, and the next call removes the others.
+
+    Args:
+        url: of the root.
+        older_than: how long ago they must have been written, and a version must have been published over: as long as
+            the longest epoch of a reader takes. A day at least.
+        storage_options: for the file system of fsspec.
+        dry_run: nothing is removed.
+
+    Returns:
+        Path under the URL -> bytes, of each version and each other object that was removed, or would be.
+
+    Raises:
+        SchemaError: `older_than` is less than a day; or nothing can be removed by this protocol; or the store does not
+            tell when its objects were written.
+        NotABufferError: there is no root.
+        CorruptBufferError: a list is damaged, so nothing is removed.
+        RemoteError: the store fails.
+    """
+    if not isinstance(older_than, timedelta) or older_than < YOUNGEST:
+        raise SchemaError(f"older_than: got {older_than!r}, expected a timedelta of {YOUNGEST} at least")
+    objects, seconds = Objects(url_of(url), storage_options), older_than.total_seconds()
+    if not objects.writable:
+        raise SchemaError(f"{objects}: nothing can be removed by this protocol; give the URL of the store itself")
+    listing = _listing(objects)  # before the lists, so that what is named after it was seen is known to be
+    root = read_root(objects)
+    if ROOT not in listing or not root.shards:
+        raise nothing_at(objects, ROOT)
+    entries, leftovers = list(_entries(listing, root, seconds)), list(_heads_and_leftovers(listing, root, seconds))
+    gone = {each.path for each in entries + leftovers}
+    rest = {path: stored for path, stored in listing.items() if path not in gone}
+    garbage = [*entries, *leftovers, *_versions(objects, rest, root, seconds)]
+    removed: dict[str, int] = {}
+    for each in garbage if dry_run else progress(_removed(objects, garbage, seconds), "removing", len(garbage)):
+        removed[each.told_as] = removed.get(each.told_as, 0) + listing[each.path].size
+    return removed
+
+
+def _listing(objects: Objects) -> Listing:
+    """All objects. Raises SchemaError where it is not told when they were written."""
+    listing = objects.listing()
+    if objects.local is not None:  # what a link leads to is not ours
+        place = objects.local.resolve()
+        listing = {path: stored for path, stored in listing.items() if (place / path).resolve() == place / path}
+    if timeless := [path for path, stored in listing.items() if stored.written is None]:
+        raise SchemaError(
+            f"{objects.name_of(timeless[0])}: the store does not tell when this was written, so nothing can be "
+            "removed from it safely"
+        )
+    return listing
+
+
+def _entered(listing: Listing) -> dict[str, tuple[str, str]]:
+    """(shard, version) of each entry, by its path, in the order of time."""
+    start = f"{ENTRIES}/"
+    paths = sorted(path for path in listing if path.startswith(start))
+    matches = {path: match for path in paths if (match := ENTRY.fullmatch(path[len(start) :]))}
+    return {path: (match["name"], match["version"]) for path, match in matches.items()}
+
+
+def _entries(listing: Listing, root: Root, seconds: float) -> Iterator[_Garbage]:
+    """Entries that are superseded or listed, of each shard the oldest first."""
+    entered = _entered(listing)
+    newest = {name: path for path, (name, _) in entered.items()}
+    kept: set[str] = set()  # shards of which a younger entry stays, and so all that are newer
+    for path, (name, version) in entered.items():
+        if path == newest[name] and not (root.has(name, version) and _is_listed_for(listing, root, name, seconds)):
+            continue
+        if listing[path].is_older(seconds) and name not in kept:
+            yield _Garbage(path, path)
+        else:
+            kept.add(name)
+
+
+def _is_listed_for(listing: Listing, root: Root, name: str, seconds: float) -> bool:
+    """Whether a shard has been listed as it is now for so long: its head was written just before."""
+    head = listing.get(head_object(root.shards[name].head[0]))
+    return head is not None and head.is_older(seconds)
+
+
+def _heads_and_leftovers(listing: Listing, root: Root, seconds: float) -> Iterator[_Garbage]:
+    heads = {head_object(key) for key in root.heads}
+    for path, stored in listing.items():
+        if stored.is_older(seconds) and (_NEW.fullmatch(path) or (_HEAD.fullmatch(path) and path not in heads)):
+            yield _Garbage(path, path)
+
+
+def _versions(objects: Objects, listing: Listing, root: Root, seconds: float) -> list[_Garbage]:
+    """The objects of versions that nothing in a listing names, all their heads first."""
+    versions: dict[tuple[str, str], list[str]] = {}
+    for path in listing:
+        if (match := _VERSION.fullmatch(path)) and is_shard_name(match["name"]):
+            versions.setdefault((match["name"], match["version"]), []).append(path)
+    for named in (*_entered(listing).values(), *((name, shard.version) for name, shard in root.shards.items())):
+        versions.pop(named, None)
+    unnamed = {
+        (name, version): paths
+        for (name, version), paths in versions.items()
+        if all(listing[path].is_older(seconds) for path in paths)
+        and (name not in root.shards or _is_listed_for(listing, root, name, seconds))
+    }
+    shards = {name: read_shard(objects, f"{name}/{SHARD}") for name, _ in unnamed}
+    garbage = [
+        _Garbage(path, f"{name}/{version}")
+        for (name, version), paths in unnamed.items()
+        if (shard := shards[name]) is None
+        or (shard.version != version and listing.get(f"{name}/{SHARD}", UNKNOWN).is_older(seconds))
+        for path in paths
+    ]
+    return sorted(garbage, key=lambda each: not each.path.endswith(f"/{HEAD}"))
+
+
+def _removed(objects: Objects, garbage: list[_Garbage], seconds: float) -> Iterator[_Garbage]:
+    """The garbage that was removed: entries one by one, then the others, several at a time, in their order."""
+    remove = partial(_remove, objects, seconds)
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        for (is_entry, _), part in groupby(garbage, _order):
+            some = list(part)
+            done = (map if is_entry else pool.map)(remove, some)
+            yield from (each for each, removed in zip(some, done, strict=True) if removed)
+
+
+def _order(garbage: _Garbage) -> tuple[bool, bool]:
+    """Whether it is an entry, and whether it is a head: all of one kind are removed before any of the next."""
+    return garbage.path.startswith(f"{ENTRIES}/"), garbage.path.endswith(f"/{HEAD}")
+
+
+def _remove(objects: Objects, seconds: float, garbage: _Garbage) -> bool:
+    """Whether an object was still to be removed; the folders that it was the last file of go with it."""
+    if not objects.remove_older(garbage.path, seconds):
+        return False
+    if objects.local is not None and garbage.told_as != garbage.path:
+        for folder in (objects.local / garbage.told_as / "data", objects.local / garbage.told_as):
+            with suppress(OSError):
+                folder.rmdir()
+    return True
