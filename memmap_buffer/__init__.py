@@ -60,6 +60,7 @@ from memmap_buffer.views.view import View
 from memmap_buffer.views.windows import Offsets, RandomCrop, Timestep, Trajectory, Window
 
 if TYPE_CHECKING:
+    from memmap_buffer.maintenance.caches import CacheContents, cache_contents, check_cache, clear_cache
     from memmap_buffer.maintenance.disk import (
         Compression,
         Disk,
@@ -86,6 +87,7 @@ __all__ = [
     "Balanced",
     "BufferFullError",
     "BufferLockedError",
+    "CacheContents",
     "Collector",
     "Compression",
     "ConcatBuffer",
@@ -133,6 +135,9 @@ __all__ = [
     "advantages",
     "available_memory",
     "bytes_to_copy",
+    "cache_contents",
+    "check_cache",
+    "clear_cache",
     "collect_garbage",
     "compression_of",
     "compute_importance_weights",
@@ -152,6 +157,7 @@ __all__ = [
 ]
 
 _LATER = {  # loaded on first use: training needs none of them, and they would take a quarter of the import's time
+    "CacheContents": "caches",
     "Compression": "disk",
     "Disk": "disk",
     "DiskSpeed": "disk",
@@ -163,6 +169,9 @@ _LATER = {  # loaded on first use: training needs none of them, and they would t
     "Store": "store",
     "available_memory": "disk",
     "bytes_to_copy": "disk",
+    "cache_contents": "caches",
+    "check_cache": "caches",
+    "clear_cache": "caches",
     "collect_garbage": "garbage",
     "compression_of": "disk",
     "disk_of": "disk",

@@ -30,6 +30,7 @@ EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
     "pull": (remote.pull, "pull published_root local_root"),
     "ls": (remote.ls, "ls published_root"),
     "gc": (remote.gc, "gc published_root --older-than 7d --dry-run"),
+    "cache": (remote.cache, "cache scratch_cache --check"),
     "merge": (maintain.merge, "merge all_data shards/0 shards/1"),
     "split": (maintain.split, "split replay_data parts --part train=0.8 --part val=0.2"),
     "delete": (maintain.delete, "delete replay_data --where 'length<10'"),

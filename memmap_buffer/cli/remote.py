@@ -1,4 +1,4 @@
-"""The commands about folders that are published at a URL: `publish`, `pull`, `ls`, `gc`, and `info` of a URL."""
+"""The commands about folders that are published at a URL: `publish`, `pull`, `ls`, `gc`, `cache`, and `info`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,6 +85,35 @@ def _time(text: str) -> timedelta:
     if match is None:
         raise Problem(f"--older-than: got {text!r}, expected hours, days or weeks, as in 36h, 7d, 2w")
     return int(match[1]) * {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}[match[2]]
+
+
+def cache(
+    place: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Default: that of readers.", show_default=False)
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare all with the digests; drop what differs.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Empty it; readers fetch anew.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what readers of URLs keep on this machine, check it, or empty it; readers may be at work."""
+    damaged = memmap_buffer.check_cache(place) if check else {}
+    freed = memmap_buffer.clear_cache(place) if clear else 0
+    contents = memmap_buffer.cache_contents(place)
+    if as_json:
+        say_json({**asdict(contents), "path": str(contents.path), "damaged": damaged, "cleared": freed})
+    else:
+        lines = [
+            f"{name}: {bytes_of(size)} are not as they were published, and were dropped"
+            for name, size in damaged.items()
+        ]
+        lines += [f"cleared: {bytes_of(freed)}"] if clear else []
+        lines += [f"{name}  {bytes_of(size)} of {bytes_of(total)}" for name, (size, total) in contents.shards.items()]
+        bound = "none" if contents.bound is None else bytes_of(contents.bound)
+        lines += [
+            f"{contents.path}: {bytes_of(contents.num_bytes)}, bound {bound}, heads {bytes_of(contents.head_bytes)}"
+        ]
+        say("\n".join(lines))
+    end(FOUND if damaged else OK)
 
 
 def info_of_url(url: str, options: str | None, cache: Path | None, as_json: bool) -> None:

@@ -252,6 +252,10 @@ class Storage:
                 raise self.damaged_blob(name, f"a timestep of episode {serials[again][0]} cannot be decoded")
         return out
 
+    def mend(self, name: str, slots: Any) -> bool:
+        """Have rows of a field fetched again that are not as they were published; whether there were some."""
+        return False
+
     def damaged_blob(self, name: str, why: object) -> CorruptBufferError:
         """The error for a blob of a compressed field that cannot be decoded."""
         path = self.path / self.layout.arrays[name + BLOBS].name

@@ -57,7 +57,7 @@ def fetched_of(shards: Iterable[Shard], cache: str | PathLike[str] | None = None
     """
     if not (place := path_of(CACHE if cache is None else cache)).is_dir():
         return 0, 0
-    return fetched(Cache(place).counters([shard.mirror for shard in shards]), {})
+    return fetched(Cache(place, keep_bound=True).counters([shard.mirror for shard in shards]), {})
 
 
 def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> None:

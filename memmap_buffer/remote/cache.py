@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,15 +22,18 @@ from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.source import BLOCK, WINDOWS
 from memmap_buffer.format.syscalls import RangeLocks, locked, random_bytes, read_at, renew_after_fork, write_word
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray, Words, by_last_use
-from memmap_buffer.remote.layout import DataFiles, head_object
+from memmap_buffer.remote.layout import HEADS, DataFiles, are_blocks, digest, head_object
 
-USAGE, LOCKS = "usage", "locks"
+USAGE, LOCKS, BOUND = "usage", "locks", "bound"
+DIGESTS = "mirror/digests"  # of the blocks of a mirror, as bytes
 AT_ONCE = 20  # 1/20 of the bound is given back beyond what is needed: so unused blocks are not searched too often
 FEWEST = 16  # blocks that a bound must have room for
 MOST_MAPS = 1 << 14  # of all mirrors together; Linux allows a process 65,530
 MEMORY = ("tmpfs", "ramfs")
 OFTEN = 2  # if a block is fetched more often in an epoch, on average, the log has a warning
 AGAIN = "; give a larger cache_bytes, or shuffle='block'"
+UNFINISHED = 86400.0  # seconds after which nobody makes a mirror any more that is not finished
+_MIRROR = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
 log = logging.getLogger("memmap_buffer")
 
 
@@ -38,12 +43,13 @@ class Cache:
     Args:
         path: the folder; made if it is missing.
         limit: the most bytes of blocks that it keeps; None: no bound.
+        keep_bound: do not note `limit` for others: nothing is read by this object.
 
     Raises:
         SchemaError: the limit is less than `FEWEST` blocks, or the folder lies in memory and there is a limit.
     """
 
-    def __init__(self, path: Path, limit: int | None = None) -> None:
+    def __init__(self, path: Path, limit: int | None = None, *, keep_bound: bool = False) -> None:
         if limit is not None and (type(limit) is not int or limit < FEWEST * BLOCK):
             raise SchemaError(
                 f"cache_bytes: got {limit!r}, expected a number of bytes from {FEWEST * BLOCK:,}, or None"
@@ -60,6 +66,8 @@ class Cache:
             raise SchemaError(
                 f"cache: {path} lies in memory, where blocks cannot be given back safely; leave cache_bytes"
             )
+        if not keep_bound and self.bound != limit:
+            self._keep(BOUND, str(limit or 0).encode())  # for who looks at it
 
     def renew(self) -> None:
         """In a forked child: begin with a free lock, as another thread of the parent may have held it."""
@@ -72,6 +80,13 @@ class Cache:
     def locks(self) -> RangeLocks:
         """The locks of the blocks of all mirrors."""
         return RangeLocks.of(str(self.path / LOCKS))
+
+    @property
+    def bound(self) -> int | None:
+        """The limit that it was last opened with, by any process; None also where nobody did."""
+        with suppress(OSError, ValueError):
+            return int(Folder(self.path).read(BOUND, 32)) or None
+        return None
 
     # Heads
 
@@ -128,6 +143,49 @@ class Cache:
             other, count = self._mapped.popitem(last=False)
             self._num_maps -= count
             other.unmap()
+
+    # What it has
+
+    def contents(self) -> dict[str, tuple[int, int]]:
+        """(the bytes of its blocks that are there, of all) of each mirror, by the name of its folder."""
+        return {
+            folder.path.name: (int(blocks.sizes[blocks.words[:, LOCAL] != 0].sum()), int(blocks.sizes.sum()))
+            for folder, blocks, _ in self._mirrors()
+        }
+
+    def heads(self) -> dict[str, int]:
+        """The bytes of each object with the heads of shards that is kept, by its digest."""
+        files = [self.path / HEADS / name for name in Folder(self.path).list(HEADS)]
+        return {path.stem: path.stat().st_size for path in files if path.suffix == ".bin"}
+
+    def check(self) -> dict[str, int]:
+        """Give back what is not as it was published; the bytes of that in each mirror, and of each head."""
+        damaged = {}
+        for folder, blocks, files in self._mirrors():
+            digests = np.zeros(files.count, np.uint64)  # what cannot be compared is not trusted
+            with suppress(OSError, CorruptBufferError):
+                digests = np.frombuffer(folder.read(DIGESTS, digests.nbytes).ljust(digests.nbytes), np.uint64)
+            chosen = np.arange(files.count)
+            damaged[folder.path.name] = give_back_damaged(Folder(folder.path), blocks, files, digests, chosen)
+        for name, size in self.heads().items():
+            if digest(Folder(self.path).read(head_object(name), size)) != name:
+                Folder(self.path).unlink(head_object(name), missing_ok=True)
+                damaged[head_object(name)] = size
+        return {name: size for name, size in damaged.items() if size}
+
+    def clear(self) -> None:
+        """Give back everything, the space of files that are mapped included; who reads makes mirrors anew."""
+        for folder, blocks, files in self._mirrors():
+            for block in np.flatnonzero(blocks.words[:, LOCAL]).tolist():
+                _give_back(Folder(folder.path), blocks, files, block)
+        for path in self.path.iterdir():
+            name, new, _ = path.name.partition(".new-")
+            if _MIRROR.fullmatch(name) and not (new and path.stat().st_mtime > time.time() - UNFINISHED):
+                remove_mirror(path)
+        for name in self.heads():
+            Folder(self.path).unlink(head_object(name), missing_ok=True)
+        with locked(str(self.path / USAGE)) as fd:
+            write_word(fd, self._count(), 0)
 
     # The bound
 
@@ -272,10 +330,21 @@ def _local_but(blocks: Blocks, keep: Sequence[tuple[Blocks, IntArray]]) -> IntAr
     return local
 
 
-def _give_back(folder: Folder, blocks: Blocks, files: DataFiles, block: int) -> bool:
-    """Give one block back, unless somebody else holds its lock or the mirror is gone; returns whether it did."""
+def give_back_damaged(folder: Folder, blocks: Blocks, files: DataFiles, digests: Array, chosen: IntArray) -> int:
+    """Give back those blocks that are there and differ from their digests; returns their bytes."""
+    there = chosen[blocks.words[chosen, COUNTER] & np.uint32(1) == 0]
+    return sum(int(blocks.sizes[block]) * _give_back(folder, blocks, files, block, digests) for block in there.tolist())
+
+
+def _give_back(folder: Folder, blocks: Blocks, files: DataFiles, block: int, digests: Array | None = None) -> bool:
+    """Give one block back; returns whether it did.
+
+    Not if somebody else holds its lock, if the mirror is gone, or if `digests` are given and the block is as they say.
+    """
     with suppress(FileNotFoundError, NotADirectoryError), blocks.taken([block]) as mine, folder.kept_open() as mirror:
         if not mine.size or mirror.file_key(NAME) != blocks.key:
+            return False
+        if digests is not None and is_as_published(mirror, files, block, digests):
             return False
         if not blocks.words[block, COUNTER] & np.uint32(1):
             blocks.change(block)
@@ -283,3 +352,20 @@ def _give_back(folder: Folder, blocks: Blocks, files: DataFiles, block: int) -> 
         blocks.words[block, LOCAL] = 0
         return True
     return False
+
+
+def is_as_published(folder: Folder, files: DataFiles, block: int, digests: Array) -> bool:
+    """Whether the bytes of a block on the disk are those of its digest."""
+    name, start, stop = files.place(block)
+    with folder.reading(name) as (fd, _):
+        return are_blocks(read_at(fd, stop - start, start), range(block, block + 1), digests)
+
+
+def remove_mirror(path: Path) -> None:
+    """Remove a mirror, which nobody finds any more from the first moment on."""
+    from shutil import rmtree
+
+    gone = path.with_name(f"{path.name.partition('.')[0]}.new-{random_bytes(8).hex()}")
+    with suppress(FileNotFoundError):
+        path.rename(gone)
+    rmtree(gone, ignore_errors=True)

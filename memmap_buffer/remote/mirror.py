@@ -8,11 +8,11 @@ copying. A copy that a stranger cut or removed is made anew.
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,19 +28,26 @@ from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
 from memmap_buffer.format.records import WORDS
 from memmap_buffer.format.source import BLOCK, Rows, Traffic, Wanted
 from memmap_buffer.format.storage import Maps, Storage, slices_of
-from memmap_buffer.format.syscalls import process_id, random_bytes, read_at, write_all
+from memmap_buffer.format.syscalls import process_id, random_bytes, write_all
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, now
-from memmap_buffer.remote.cache import Cache, CacheTraffic
+from memmap_buffer.remote.cache import (
+    DIGESTS,
+    Cache,
+    CacheTraffic,
+    give_back_damaged,
+    is_as_published,
+    remove_mirror,
+)
 from memmap_buffer.remote.layout import DATA, HEAD, Shard, digest, head_object, num_blocks
 from memmap_buffer.remote.published import Published, require_digests
 
 if TYPE_CHECKING:
     from memmap_buffer.remote.objects import Objects
 
+log = logging.getLogger("memmap_buffer")
 T = TypeVar("T")
 TOGETHER = 2048  # the most blocks that are fetched under locks at a time, as others wait for these locks
 WHOLE = 16384  # mirrors of at most so many blocks are looked at as a whole, see `Taken.add_whole`
-DIGESTS = "mirror/digests"
 PATIENCE = 60.0  # seconds to go on trying if there is no room, or if blocks go before their rows are copied
 OPENINGS = 5  # attempts to open a local copy that others remove
 _NOT_WHOLE = (FileNotFoundError, NotADirectoryError, CorruptBufferError)  # opening a local copy that is not whole
@@ -87,6 +94,7 @@ class Mirror(Published):
         self.cache, self._heads = cache, heads
         self.path = cache.path / shard.mirror
         self._local: Local | None = None
+        self._has_warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Mirror, (self.objects, self.shard, self.name, self.cache, self._heads)
@@ -212,17 +220,14 @@ class Mirror(Published):
                     raise
                 self._discard()
         finally:
-            _remove(new)
+            remove_mirror(new)
 
     def _discard(self) -> None:
         """Remove the local copy, unless it can be opened: another process may just have made it."""
         with suppress(*_NOT_WHOLE):
             self._mapped()
             return
-        gone = self.path.with_name(f"{self.path.name}.new-{random_bytes(8).hex()}")
-        with suppress(FileNotFoundError):
-            self.path.rename(gone)
-        _remove(gone)
+        remove_mirror(self.path)
 
     # Blocks
 
@@ -274,10 +279,32 @@ class Mirror(Published):
             return
         with self._held_folder(blocks) as folder:
             for block in chosen.tolist():
-                name, start, stop = self.files.place(block)
-                with folder.reading(name) as (fd, _):
-                    if self.is_right(range(block, block + 1), read_at(fd, stop - start, start)):
-                        blocks.change(block)
+                if is_as_published(folder, self.files, block, self.digests):
+                    blocks.change(block)
+
+    def mend(self, rows: Rows) -> bool:
+        """Give back blocks that rows lie in and that are not as they were published, so that they are fetched again.
+
+        Returns: whether there were some.
+        """
+        require_digests([self])
+        chosen = [self.blocks_of_rows(rows)]
+        if rows.name in self.layout.coded:
+            chosen.append(self.blocks_of_blobs(rows))  # of those that an index tells that may be wrong itself
+        if (key := rows.name + DICTIONARY) in self.layout.arrays:
+            chosen.append(self._blocks_of_all(key))
+        blocks, every, sizes = self.blocks, np.unique(np.concatenate(chosen)), list[int]()
+        place = Folder(self.path)
+        _uninterrupted(lambda: sizes.append(give_back_damaged(place, blocks, self.files, self.digests, every)))
+        self.local.coded.clear()
+        if any(sizes) and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s: %d bytes that were kept in %s are not those that were published, and are fetched again; "
+                "`memmap-buffer cache %s --check` compares all",
+                *(self.where, sizes[0], self.path, self.cache.path),
+            )
+        return any(sizes)
 
     @contextmanager
     def _held_folder(self, blocks: Blocks) -> Iterator[Folder]:
@@ -315,9 +342,12 @@ class Mirror(Published):
 
     def _all_of(self, key: str) -> Array:
         """A copy of a whole data file, whose blocks are fetched for it."""
-        file = self.layout.arrays[key]
-        blocks = self.blocks_of(file.name, np.zeros(1, np.int64), np.array([file.size]))
+        blocks = self._blocks_of_all(key)
         return self.copied(lambda: fetch({self: blocks}), lambda: self.local.arrays[key].copy())
+
+    def _blocks_of_all(self, key: str) -> IntArray:
+        file = self.layout.arrays[key]
+        return self.blocks_of(file.name, np.zeros(1, np.int64), np.array([file.size]))
 
     def copied(self, bring: Callable[[], Taken], copy: Callable[[], T]) -> T:
         """The result of `copy`, repeated until all blocks that `bring` fetched stayed there during the copying.
@@ -429,7 +459,24 @@ class MirrorStorage(Storage):
         high = np.array([rows.stop]) if isinstance(rows, slice) else low + 1
         read = super().read_rows
         wanted = [(self, [Rows(name, low, high)])]
-        return self.mirror.copied(lambda: bring(wanted), lambda: read(name, rows, slots, serials).copy())
+        while True:
+            try:
+                return self.mirror.copied(lambda: bring(wanted), lambda: read(name, rows, slots, serials).copy())
+            except CorruptBufferError:
+                if not self.mend(name, slots):
+                    raise
+
+    def mend(self, name: str, slots: Any) -> bool:
+        table, slots = self.table, np.unique(slots)
+        slots = slots[slots < len(table.valid)]
+        low = np.array([self.start_of(name, slot) for slot in slots.tolist()], np.int64)
+        return self.mirror.mend(Rows(name, low, low + table.length[slots] + self.layout.schema.fields[name].final))
+
+    def damaged(self, slot: int) -> list[str]:
+        names = super().damaged(slot)
+        while any([self.mend(name, slot) for name in names if name in self.maps.rows]):
+            names = super().damaged(slot)
+        return names
 
     def sums_of_rows(self, name: str, first: int, stop: int, sums: Sums = EMPTY) -> Sums:
         read = super().sums_of_rows
@@ -473,12 +520,6 @@ def _blocks_of(wanted: Wanted, *, blobs: bool = False) -> Chosen:
         find = mirror.blocks_of_blobs if blobs else mirror.blocks_of_rows
         blocks.setdefault(mirror, []).extend(map(find, rows))
     return {mirror: np.unique(np.concatenate(each)) for mirror, each in blocks.items() if each}
-
-
-def _remove(folder: Path) -> None:
-    from shutil import rmtree
-
-    rmtree(folder, ignore_errors=True)
 
 
 def bring_later(wanted: Wanted) -> None:

@@ -305,6 +305,8 @@ class Gather:
             same[:] = False  # a block was given back before its rows were copied
         if self.broken is not None:  # while it was copied it may have been overwritten
             storage, name, items = self.broken
+            if (same & items).any() and storage.mend(name, self.records.anchors.slot[items]):
+                same[items] = False
             if (same & items).any():
                 serial = int(self.records.anchors.serial[same & items][0])
                 raise storage.damaged_blob(name, f"episode {serial} has a timestep that cannot be decoded")

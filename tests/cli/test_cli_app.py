@@ -30,6 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     for shard in range(2):
         make(Path(f"shards/{shard}"), range(shard, shard + 3))
     publish("replay_data", "published_root")
+    ReplayBuffer.from_folder(f"file://{tmp_path}/published_root/replay_data", cache="scratch_cache").episode(0)
     if find_spec("h5py") is not None:
         assert app.main(["export", "robomimic", "replay_data", "demos.hdf5"]) == 0
     capsys.readouterr()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from cli_cases import make, read_json
 
-from memmap_buffer import verify
+from memmap_buffer import ReplayBuffer, verify
 from memmap_buffer.cli import app
+from memmap_buffer.cli.terminal import bytes_of
 
 
 def main(*arguments: Any) -> int:
@@ -152,3 +153,29 @@ def test_garbage_is_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFix
     for age, error in [("12h", "--older-than: got "), ("soon", "--older-than: got 'soon', expected hours, days")]:
         assert main("gc", url, "--older-than", age) == 2
         assert error in capsys.readouterr().err
+
+
+def test_a_cache_is_shown_checked_and_emptied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "cache"
+    make(tmp_path / "one", range(2))
+    assert main("publish", tmp_path / "one", f"file://{tmp_path}/url") == 0
+    ReplayBuffer.from_folder(f"file://{tmp_path}/url/one", cache=place, cache_bytes=8 << 20).batch(timestep_level=True)
+    capsys.readouterr()
+    assert main("cache", place, "--check", "--json") == 0
+    shown = read_json(capsys.readouterr().out)
+    ((name, (size, total)),) = shown.pop("shards").items()
+    sizes = {"num_bytes": total, "head_bytes": shown["head_bytes"], "bound": 8 << 20, "cleared": 0}
+    assert (size, shown) == (total, {"path": str(place), "damaged": {}, **sizes})
+    file = next((place / name / "data").iterdir())
+    data = file.read_bytes()
+    with open(file, "r+b") as opened:
+        opened.write(data[:-1] + bytes([data[-1] ^ 1]))
+    assert main("cache", place, "--check") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{name}: {bytes_of(len(data))} are not as they were published, and were dropped"
+    assert lines[1] == f"{name}  {bytes_of(total - len(data))} of {bytes_of(total)}"
+    assert lines[2].startswith(f"{place}: {bytes_of(total - len(data))}, bound 8.0 MiB, heads ")
+    assert main("cache", place, "--clear") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [f"{place}: 0 B, bound 8.0 MiB, heads 0 B"]
+    assert main("cache", tmp_path / "one") == 2
+    assert "there is no cache" in capsys.readouterr().err

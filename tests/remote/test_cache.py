@@ -1,0 +1,208 @@
+"""The cache of a host: rotten bytes in it are fetched again, it is shown, checked and emptied beside readers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from inside import mirror_of, mirrors_of
+
+from memmap_buffer import (
+    ConcatBuffer,
+    Field,
+    NotABufferError,
+    RemoteError,
+    ReplayBuffer,
+    Zstd,
+    cache_contents,
+    check_cache,
+    clear_cache,
+    pack,
+    publish,
+)
+from memmap_buffer.format.source import BLOCK
+from memmap_buffer.remote.blocks import COUNTER, LOCAL
+
+FIELDS = {
+    "number": "int",
+    "state": Field("float32", (600,), final=True),
+    "frame": Field("uint8", (64, 64)),
+    "ids": ("int64", (None,)),
+}
+OPTIONS: dict[str, Any] = {"timestep_level": True}
+EVERY = [slice(0, 40), slice(1000, 1008), slice(-9, None)]  # of a file's bytes
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two shards, and what was published of them."""
+    place, rng = tmp_path_factory.mktemp("place"), np.random.default_rng(0)
+    picture = rng.integers(0, 255, (64, 64), np.uint8)  # which makes a dictionary worth it
+    for shard in range(2):
+        with ReplayBuffer(place / "near" / f"shard-0000{shard}", 4, 100, FIELDS, {"task": "int"}) as buffer:
+            for serial in range(4):
+                buffer.store_episode(
+                    number=np.arange(100) + 100 * serial,
+                    state=rng.normal(size=(101, 600)).astype(np.float32),
+                    frame=picture ^ (rng.random((100, 64, 64)) < 0.01),
+                    ids=[np.arange(t % 4) for t in range(100)],
+                    task=serial,
+                )
+        pack(place / "near" / f"shard-0000{shard}", place / f"shard-0000{shard}", codec={"frame": Zstd()})
+        publish(place / f"shard-0000{shard}", f"file://{place}/far")
+    return place
+
+
+def rot(path: Path, where: slice) -> None:
+    """Flip bytes of a file, behind its header."""
+    body = bytearray(path.read_bytes()[128:])
+    body[where] = bytes(byte ^ 0x55 for byte in body[where])
+    with open(path, "r+b") as file:
+        file.seek(128)
+        file.write(body)
+
+
+def equal(one: Any, other: Any) -> None:
+    assert one.keys() == other.keys()
+    for key, values in one.items():
+        assert np.array_equal(values, other[key]), key
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("where", EVERY, ids=["first", "middle", "last"])
+@pytest.mark.parametrize("file", ["number", "state", "frame", "frame.blobs", "ids"])
+def test_rotten_bytes_are_fetched_again_where_checksums_are_compared(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, where: slice
+) -> None:
+    near = ReplayBuffer.from_folder(place / "near" / "shard-00000")
+    far = ReplayBuffer.from_folder(f"file://{place}/far/shard-00000", cache=tmp_path, verify="read")
+    equal(near.batch(**OPTIONS), far.batch(**OPTIONS))
+    (path,) = (tmp_path / mirror_of(far).path.name / "data").glob(f"{file}.npy")
+    rot(path, where)
+    equal(near.batch(**OPTIONS), far.batch(**OPTIONS))
+    (text,) = warnings_of(caplog)
+    assert text.startswith(f"file://{place}/far/shard-00000: ")
+    assert f"kept in {tmp_path}/" in text
+    assert f"`memmap-buffer cache {tmp_path} --check`" in text
+    rot(path, where)
+    equal(near.batch(**OPTIONS), far.batch(**OPTIONS))
+    assert len(warnings_of(caplog)) == 1
+    assert check_cache(tmp_path) == {}
+
+
+def test_rotten_blobs_are_fetched_again_where_they_cannot_be_decoded(
+    place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    near = ConcatBuffer.from_root(place / "near")
+    far = ConcatBuffer.from_root(f"file://{place}/far", cache=tmp_path)
+    equal(near.batch(**OPTIONS), far.batch(**OPTIONS))
+    names = ("frame.npy", "frame.blobs.npy", "frame.dictionary.npy")
+    paths = [path for name in names for path in tmp_path.glob(f"*/data/{name}")]
+    assert len(paths) == 6
+    for path in paths:
+        rot(path, slice(None))
+        equal(near.batch(**OPTIONS), far.batch(**OPTIONS))
+        rot(path, slice(None))
+        equal(near[-1], far[-1])
+        equal(near.episode(1), far.episode(1))
+    assert len(warnings_of(caplog)) == 2  # one a shard
+
+
+def test_what_was_published_broken_is_an_error_as_ever(place: Path, tmp_path: Path) -> None:
+    publish(place / "shard-00000", url := f"file://{tmp_path}/far")
+    (path,) = (tmp_path / "far").glob("shard-00000/*/data/frame.blobs.npy")
+    rot(path, slice(None))
+    far = ReplayBuffer.from_folder(f"{url}/shard-00000", cache=tmp_path / "cache")
+    with pytest.raises(RemoteError, match="another digest"):
+        far.batch(**OPTIONS)
+
+
+def test_a_check_gives_back_all_that_differs_and_nothing_else(place: Path, tmp_path: Path) -> None:
+    near = ConcatBuffer.from_root(place / "near")
+    far = ConcatBuffer.from_root(f"file://{place}/far", cache=tmp_path)
+    expected = near.batch(**OPTIONS)
+    equal(expected, far.batch(**OPTIONS))
+    one, two = mirrors_of(far)
+    before = cache_contents(tmp_path)
+    sizes = {mirror.path.name: (int(mirror.blocks.sizes.sum()),) * 2 for mirror in (one, two)}
+    assert (before.path, before.bound, before.shards) == (tmp_path, None, sizes)
+    assert before.num_bytes == sum(size for size, _ in sizes.values())
+    (head,) = (tmp_path / "heads").iterdir()
+    assert before.head_bytes == head.stat().st_size
+    assert check_cache(tmp_path) == {}
+    rot(two.path / "data" / "state.npy", slice(BLOCK, BLOCK + 1))
+    rot(head, slice(0, 1))
+    damaged = {two.path.name: BLOCK, f"heads/{head.name}": before.head_bytes}
+    assert check_cache(tmp_path) == damaged
+    assert (two.blocks.words[:, COUNTER] & 1).sum() == (two.blocks.words[:, LOCAL] == 0).sum() == 1
+    assert cache_contents(tmp_path).num_bytes == before.num_bytes - BLOCK
+    assert not (one.blocks.words[:, COUNTER] & 1).any()
+    assert check_cache(tmp_path) == {}
+    equal(expected, far.batch(**OPTIONS))
+    equal(expected, ConcatBuffer.from_root(f"file://{place}/far", cache=tmp_path).batch(**OPTIONS))
+    (two.path / "mirror" / "digests").unlink()
+    assert check_cache(tmp_path) == {two.path.name: sizes[two.path.name][0]}  # which cannot be compared
+
+
+def test_a_cache_is_emptied_beside_readers(place: Path, tmp_path: Path) -> None:
+    near = ConcatBuffer.from_root(place / "near")
+    far = ConcatBuffer.from_root(f"file://{place}/far", cache=tmp_path, cache_bytes=24 * BLOCK)
+    assert cache_contents(tmp_path).bound == 24 * BLOCK
+    failed: list[BaseException] = []
+    over = threading.Event()
+
+    def read() -> None:
+        try:
+            seed = 0
+            while not over.is_set():
+                seed += 1
+                equal(near.sample(8, seed=seed, **OPTIONS), far.sample(8, seed=seed, **OPTIONS))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        time.sleep(0.1)
+        clear_cache(tmp_path)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    equal(near.sample(8, seed=1, **OPTIONS), far.sample(8, seed=1, **OPTIONS))
+    mirror = mirrors_of(far)[0]
+    with open(mirror.path / "data" / "state.npy", "rb") as file:  # as a reader has it mapped
+        used = os.fstat(file.fileno()).st_blocks
+        assert clear_cache(tmp_path) > 0
+        assert os.fstat(file.fileno()).st_blocks < used / 2
+    contents = cache_contents(tmp_path)
+    assert (contents.num_bytes, contents.head_bytes, contents.shards, contents.bound) == (0, 0, {}, 24 * BLOCK)
+    assert int.from_bytes((tmp_path / "usage").read_bytes(), "little") == 0
+    equal(near.sample(8, seed=1, **OPTIONS), far.sample(8, seed=1, **OPTIONS))
+
+
+def test_only_a_cache_is_emptied_and_only_what_is_its_own(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_bytes(b"mine")
+    for call in (cache_contents, check_cache, clear_cache):
+        with pytest.raises(NotABufferError, match="there is no cache of what was read by URLs"):
+            call(tmp_path / "mine")
+    far = ReplayBuffer.from_folder(f"file://{place}/far/shard-00000", cache=tmp_path)
+    far.episode(0)
+    names = [f"{'a' * 32}-{'b' * 32}.new-{age}" for age in ("young", "old")]
+    for name in names:
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / names[1], (time.time() - 90000,) * 2)
+    clear_cache(tmp_path)
+    assert (tmp_path / "mine" / "file").read_bytes() == b"mine"
+    assert [(tmp_path / name).exists() for name in names] == [True, False]
