@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from os import PathLike
 from pathlib import Path
@@ -83,6 +83,7 @@ class ConcatBuffer(Readable):
         storage_options: Mapping[str, Any] | None = None,
         cache: AnyPath | None = None,
         cache_bytes: int | None = None,
+        filter_shards: Mapping[str, Any] | None = None,
     ) -> ConcatBuffer:
         """The buffers that are direct subfolders of `root`, or that were published to it.
 
@@ -106,6 +107,9 @@ class ConcatBuffer(Readable):
             cache: of a URL: the folder for what was fetched, default `~/.cache/memmap_buffer`; several processes may
                 share it.
             cache_bytes: the most bytes that are kept there; None: all. With few of them `shuffle="block"` mixes less.
+            filter_shards: of a URL: conditions as those of `filter_meta`, but no callables, on meta fields of numbers
+                and "episode_lens". Shards of which the list tells that none of their episodes can pass are not opened;
+                of the others all episodes are there, so give `filter_meta` to what reads them, too.
 
         Raises:
             NotABufferError: there is no buffer in it, or `root` is one itself.
@@ -116,13 +120,34 @@ class ConcatBuffer(Readable):
         if is_url(root):
             from memmap_buffer.remote.shards import RemoteShards, cache_of
 
-            published = RemoteShards(str(root), storage_options, cache_of(cache, cache_bytes))
-            if weights is not None:
-                return cls(published.by_name(), weights, fields=fields)  # type: ignore[arg-type]
+            where, conditions = cache_of(cache, cache_bytes), _checked(filter_shards)
+            published = RemoteShards(str(root), storage_options, where, conditions=conditions)
+            return cls._of_published(published, weights, fields, conditions)
+        if filter_shards is not None:
+            raise SchemaError(f"filter_shards: got {root}, expected a URL, whose list of shards tells what is in them")
+        return cls._of_folders(path_of(root), weights, fields, on_damaged)
+
+    @classmethod
+    def _of_published(
+        cls, shards: Any, weights: Sequence[float] | None, fields: Sequence[str] | None, names: Iterable[str]
+    ) -> ConcatBuffer:
+        """The buffers of a root at a URL, chosen by meta fields of these names. Raises SchemaError: there is no such."""
+        if weights is not None:
+            buffer = cls(shards.by_name(), weights, fields=fields)
+        else:
             buffer = cls.__new__(cls)
-            Readable.__init__(buffer, Folders.of_root(published, fields))
-            return buffer
-        root = path_of(root)
+            Readable.__init__(buffer, Folders.of_root(shards, fields))
+        columns = [*buffer.schema.meta_fields, "episode_lens"]
+        for name in names:
+            if name not in columns:
+                raise buffer.schema.unknown(name, "filter_shards", columns)
+        return buffer
+
+    @classmethod
+    def _of_folders(
+        cls, root: Path, weights: Sequence[float] | None, fields: Sequence[str] | None, on_damaged: OnDamaged
+    ) -> ConcatBuffer:
+        """The buffers of a root on this machine."""
         if (root / "schema.json").exists():
             raise NotABufferError(
                 f"{root}: this is a buffer, not a folder of buffers; open it by ReplayBuffer.from_folder", path=root
@@ -146,7 +171,7 @@ class ConcatBuffer(Readable):
         except NotABufferError:
             if folders_in(root) == all_folders:
                 raise
-            return cls.from_root(root, weights, fields=fields, on_damaged=on_damaged)  # one was moved away meanwhile
+            return cls._of_folders(root, weights, fields, on_damaged)  # one was moved away meanwhile
 
     def __repr__(self) -> str:
         counts = f"{self.num_episodes} episodes, {self.num_steps} steps"
@@ -241,3 +266,13 @@ def _storage(source: AnyPath | ReplayBuffer | Storage) -> Storage:
     if isinstance(source, ReplayBuffer):
         return source._storage
     return Storage.open(source, read_only=True)
+
+
+def _checked(conditions: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Conditions on shards. Raises SchemaError where one is a callable, which takes a column."""
+    for name, condition in (conditions or {}).items():
+        if callable(condition):
+            raise SchemaError(
+                f"filter_shards: got a callable for {name!r}, expected a value, a set or list, or a tuple (low, high)"
+            )
+    return conditions or {}

@@ -29,6 +29,7 @@ from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.source import BLOCK
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import FileLock, read_at
+from memmap_buffer.items.weights import episode_column
 from memmap_buffer.maintenance.disk import bytes_to_copy
 from memmap_buffer.maintenance.pack import pack
 from memmap_buffer.maintenance.verification import verify
@@ -59,6 +60,7 @@ from memmap_buffer.remote.layout import (
 )
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.remote.published import Published, read_root, read_shard
+from memmap_buffer.remote.ranges import ranges_of
 
 ROUNDS = 1000  # how often others may be faster
 LOCK_SECONDS, LOCK_PAUSE = 60.0, 0.02
@@ -223,7 +225,8 @@ def _upload(packed: Path, objects: Objects, name: str) -> tuple[Shard, bytes, di
     contents: dict[str, bytes | Path] = {file: packed / file for file in files.sizes}
     contents |= {BLOCKS_FILE: blocks_file(files.count).header + digests.tobytes(), HEAD: head}
     _require_same_buffer(objects, name, shard, there := read_shard(objects, f"{name}/{SHARD}"))
-    replaced = _send(objects, shard.prefix(name), contents, math.inf if there == shard else REUSE_SECONDS)
+    is_named = there is not None and there.version == shard.version
+    replaced = _send(objects, shard.prefix(name), contents, math.inf if is_named else REUSE_SECONDS)
     if marks != {file: storage.folder.marks(file) for file in files.sizes}:
         raise CorruptBufferError(f"{packed}: its files changed while they were sent; publish it again", path=packed)
     if replaced:
@@ -276,7 +279,9 @@ def _shard(storage: Storage, files: DataFiles, head: bytes, digests: Array) -> S
     layout, table = storage.layout, storage.refresh()
     size, blocks = len(head) + sum(files.sizes.values()), digest(digests.tobytes())
     at = digest(head), 0, len(head)
-    return Shard(layout.id, len(table), table.steps, size, version_of(head, blocks), at, blocks)
+    columns = ("episode_lens", *layout.schema.meta_fields)
+    ranges = ranges_of({name: episode_column(storage, table, name, table.visible) for name in columns})
+    return Shard(layout.id, len(table), table.steps, size, version_of(head, blocks), at, blocks, ranges)
 
 
 def _require_same_buffer(objects: Objects, name: str, shard: Shard, there: Shard | None) -> None:

@@ -2,7 +2,7 @@
 
 A root::
 
-    <root>/root.json                    the shards that count, and where their heads are
+    <root>/root.json                    the shards that count, where their heads are, the ranges of their values
     <root>/heads/<digest>.bin           the heads of some shards, one after the other
     <root>/<shard>/shard.json           the description of a shard: its newest version
     <root>/<shard>/<version>/data/…     the data files of a packed folder
@@ -153,6 +153,8 @@ class Shard:
         head: (digest of the object that contains its head, the head's first byte there, its number of bytes). In
             `shard.json` the object is the version's `head.bin`, in `root.json` one of `heads/`.
         blocks: the digest of the elements of `blocks.npy` as bytes.
+        ranges: the lowest and highest values of the lengths of its episodes and of its meta fields of numbers, see
+            `remote.ranges`; "": they are not told.
     """
 
     id: str
@@ -162,6 +164,7 @@ class Shard:
     version: str
     head: tuple[str, int, int]
     blocks: str
+    ranges: str = ""
 
     def prefix(self, name: str = "") -> str:
         """The beginning of the paths of its files: under a root its name is needed, under its own URL it is not."""
@@ -178,7 +181,7 @@ class Shard:
 
     def to_json(self) -> bytes:
         """The bytes of `shard.json`."""
-        return _dumps({"format": FORMAT_OF_SHARD, "version": VERSION, "block": BLOCK, "shard": asdict(self)})
+        return _dumps({"format": FORMAT_OF_SHARD, "version": VERSION, "block": BLOCK, "shard": _facts(self)})
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Shard:
@@ -200,7 +203,7 @@ class Root:
 
     def to_json(self) -> bytes:
         """The bytes of `root.json`. Raises SchemaError: they are more than a reader accepts."""
-        shards = {name: asdict(shard) for name, shard in self.shards.items()}
+        shards = {name: _facts(shard) for name, shard in self.shards.items()}
         data = _dumps(
             {"format": FORMAT_OF_ROOT, "version": VERSION, "block": BLOCK, "heads": dict(self.heads), "shards": shards}
         )
@@ -287,12 +290,17 @@ def open_head(data: bytes, where: str) -> dict[str, bytes]:
     return files
 
 
+def _facts(shard: Shard) -> dict[str, Any]:
+    return {name: value for name, value in asdict(shard).items() if value != ""}
+
+
 def _shard(spec: Any, where: str) -> Shard:
     try:
         name, first, size = spec["head"]
         episodes, steps, total = (_whole(spec[key]) for key in ("episodes", "steps", "num_bytes"))
         head = str(name), _whole(first), _whole(size)
-        shard = Shard(str(spec["id"]), episodes, steps, total, str(spec["version"]), head, str(spec["blocks"]))
+        texts = {key: str(spec[key]) for key in ("id", "version", "blocks")} | {"ranges": str(spec.get("ranges", ""))}
+        shard = Shard(episodes=episodes, steps=steps, num_bytes=total, head=head, **texts)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptBufferError(f"{where} does not tell of a shard as it should ({error!r})") from None
     if not all(_HEX.fullmatch(text) for text in (shard.id, shard.version, shard.head[0], shard.blocks)):

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from memmap_buffer.errors import MemmapBufferError, RemoteError
+from memmap_buffer.errors import MemmapBufferError, NotABufferError, RemoteError
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.remote.cache import Cache
@@ -18,6 +18,7 @@ from memmap_buffer.remote.layout import ROOT, SHARD, Root, Shard, digest, head_o
 from memmap_buffer.remote.mirror import Mirror
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.remote.published import nothing_at, read_root, read_shard
+from memmap_buffer.remote.ranges import may_match
 
 log = logging.getLogger("memmap_buffer")
 LOOK_SECONDS = 10.0  # `root.json` is read again after so many seconds, for more shards
@@ -53,6 +54,7 @@ class RemoteShards:
         cache: the cache in which mirrors lie.
         root: the content of `root.json` when it was last read.
         numbers: name of a shard -> the number that it got.
+        conditions: shards in which nothing can pass these, as far as the list tells, are not opened.
     """
 
     def __init__(
@@ -62,16 +64,18 @@ class RemoteShards:
         cache: Cache,
         root: Root | None = None,
         numbers: Mapping[str, int] | None = None,
+        conditions: Mapping[str, Any] | None = None,
     ) -> None:
         self.url, self._options, self._cache = url, options, cache
         self._objects = Objects(url_of(url), options)
         self._root, self._read_at = root, time.monotonic()
         self.storages: dict[int, Storage] = {}
         self._versions: dict[str, str] = {}
-        self._known_numbers = dict(numbers or {})
+        self._known_numbers, self._conditions = dict(numbers or {}), dict(conditions or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteShards, (self.url, self._options, self._cache, self._root, self._known_numbers)
+        arguments = self.url, self._options, self._cache, self._root, self._known_numbers, self._conditions
+        return RemoteShards, arguments
 
     @property
     def root(self) -> Path:
@@ -82,7 +86,7 @@ class RemoteShards:
         """Number -> storage, with shards that were published since the last look; the same dict if there are none.
 
         Raises:
-            NotABufferError: nothing was published there.
+            NotABufferError: nothing was published there, or nothing that can pass the conditions.
             RemoteError: the store fails, and nothing was read of it before.
         """
         now = time.monotonic()
@@ -103,6 +107,11 @@ class RemoteShards:
                 self._root = self._read_root()  # which names the objects that have the heads by now
                 self._open_new(one_by_one=True)
             self._read_at = time.monotonic()  # counted from now, however long the opening took
+        if not self.storages:
+            count, asked = len(self._root.shards), ", ".join(self._conditions)
+            raise NotABufferError(
+                f"{self._objects}: by its list, none of {count} shards has an episode of such {asked}"
+            )
         return self.storages
 
     def _unopened(self) -> dict[str, Shard]:
@@ -120,7 +129,8 @@ class RemoteShards:
         new, storages, numbers = self._unopened(), dict[int, Storage](), self._numbers()
         names = dict[str, list[str]]()
         for name, shard in new.items():
-            names.setdefault(shard.head[0], []).append(name)
+            if numbers[name] in self.storages or may_match(shard.ranges, self._conditions):
+                names.setdefault(shard.head[0], []).append(name)
         for key in names if one_by_one else self._fetch_heads(names):
             for name in names[key]:
                 mirror = Mirror(self._objects, new[name], name, self._cache, self._root.heads[key])
@@ -138,7 +148,7 @@ class RemoteShards:
     def by_name(self) -> list[Storage]:
         """The storages in the order of the shards' names."""
         storages, numbers = self.look(), self._known_numbers
-        return [storages[numbers[name]] for name in sorted(numbers)]
+        return [storages[numbers[name]] for name in sorted(numbers) if numbers[name] in storages]
 
     def _numbers(self) -> dict[str, int]:
         """Name -> number of each shard: the number in its name, unless a shard before it in the list has it; else the
