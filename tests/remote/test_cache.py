@@ -115,6 +115,10 @@ def test_rotten_blobs_are_fetched_again_where_they_cannot_be_decoded(
         equal(near[-1], far[-1])
         equal(near.episode(1), far.episode(1))
     assert len(warnings_of(caplog)) == 2  # one a shard
+    for path in paths[4:]:  # dictionaries, which are read once
+        rot(path, slice(None))
+    far = ConcatBuffer.from_root(f"file://{place}/far", cache=tmp_path)
+    equal(near.batch(**OPTIONS), far.batch(**OPTIONS))
 
 
 def test_what_was_published_broken_is_an_error_as_ever(place: Path, tmp_path: Path) -> None:

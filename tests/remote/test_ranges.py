@@ -115,6 +115,23 @@ def test_heads_of_other_shards_are_not_fetched_and_new_shards_are_chosen_likewis
             assert list(far.shards) == [2, 3]
 
 
+def test_a_shard_that_is_open_is_followed_though_nothing_in_it_can_match_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memmap_buffer.remote.shards.LOOK_SECONDS", -1.0)
+    with ReplayBuffer(tmp_path / "one", 3, 40, {"x": "int"}) as buffer:
+        buffer.store_episode(x=[0])
+        publish(tmp_path / "one", url := f"file://{tmp_path}/far")
+        far = ConcatBuffer.from_root(url, cache=tmp_path / "cache", filter_shards={"episode_lens": 1})
+        buffer.store_episode(x=[0, 1])
+        buffer.delete(0)
+    publish(tmp_path / "one", url)
+    far.refresh()
+    assert far.num_steps == 2
+    with pytest.raises(NotABufferError, match="by its list, none of 1 shards"):
+        ConcatBuffer.from_root(url, cache=tmp_path / "cache", filter_shards={"episode_lens": 1})
+
+
 def test_lists_of_before_are_read_and_all_of_them_opened(place: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/far"
     for task in (0, 1):
