@@ -131,7 +131,7 @@ class ConcatBuffer(Readable):
     def _of_published(
         cls, shards: Any, weights: Sequence[float] | None, fields: Sequence[str] | None, names: Iterable[str]
     ) -> ConcatBuffer:
-        """The buffers of a root at a URL, chosen by meta fields of these names. Raises SchemaError: there is no such."""
+        """The buffers of a root at a URL, chosen by meta fields. Raises SchemaError: there is none of these names."""
         if weights is not None:
             buffer = cls(shards.by_name(), weights, fields=fields)
         else:
