@@ -47,7 +47,6 @@ FEW = 16  # up to so many slots are read one by one: a call of numpy takes as lo
 FEWER = 8  # the same bound for `_few_show_others`, which reads more numbers of each slot
 REMEMBERED = 1024  # the changes that are kept: a follower further behind must read everything anew
 UPDATE_SECONDS = 1.0  # the longest wait for an episode that is being updated: its writer may be stopped, or dead
-OPENING_SECONDS = 0.1  # the same when a folder is opened: nothing tells then whether the writer is alive
 LOW = 2**32 - 1
 _LOW, _HALF, _ODD = np.uint64(LOW), np.uint64(32), np.uint64(1)
 CHANGES, BASE = STATE_WORD["changes"], STATE_WORD["base"]
@@ -237,7 +236,7 @@ class Journal:
             before = self.shown, self.table.serial
         elif self._moment is not None:
             before = self._moment[1].shown, self._moment[1].serial
-        deadline = time.monotonic() + (OPENING_SECONDS if before is None else UPDATE_SECONDS)
+        deadline = time.monotonic() + UPDATE_SECONDS
         while True:
             changes, base, self._num_damaged = storage.changes, storage.state("base"), storage.num_damaged
             columns = storage.columns()
@@ -406,11 +405,12 @@ def _being_updated(storage: Storage, now: Columns, before: tuple[npt.NDArray[np.
     """Whether an `update` hides an episode: its record was copied with an odd generation, or changed during the copy.
 
     Args: before: (slots,) which slots were shown when the records were last read, and the serials of then. None at the
-        first reading: then any episode may be the one, but only while the file of an update is there.
+        first reading: then any episode may be the one, but only if the file of an update was made just now.
     """
     gone = np.flatnonzero(~now.valid & (now.start < now.length))  # a ring leaves no step of an episode that it gives up
     if before is None:
-        gone = gone if len(gone) and storage.folder.exists(UPDATE) else gone[:0]
+        made = storage.folder.marks(UPDATE)[1] if len(gone) else -1
+        gone = gone if time.time_ns() - made < UPDATE_SECONDS * 1e9 else gone[:0]
     else:
         shown, serials = before
         gone = gone[shown[gone] & (now.serial[gone] == serials[gone])]

@@ -46,6 +46,7 @@ from memmap_buffer.format.records import (
     WORDS,
     Columns,
     Words,
+    changed_records,
     columns_of,
 )
 from memmap_buffer.format.source import Source
@@ -56,7 +57,7 @@ log = logging.getLogger("memmap_buffer")
 
 FEW = 16  # up to so many slots are read as plain numbers, which is quicker than arrays
 MAX_VIEWS = 256  # views of `slices_of` that are kept
-ROUNDS = 16  # how often records are copied again while a writer goes on changing them
+ROUNDS = 4  # how often records are copied again while a writer goes on changing them
 _DELETED_WORD = np.uint64(DELETED << 32)
 _CHANGES, _JOURNAL = STATE_WORD["changes"], STATE_WORD["journal"]
 
@@ -333,7 +334,7 @@ class Storage:
         doubtful = np.flatnonzero(~columns.valid & (columns.generation != 0))
         for _ in range(ROUNDS):
             now, changed = self.changes, self.changed_since(changes)
-            slots = np.arange(len(words)) if changed is None else np.union1d(changed, doubtful)
+            slots = changed_records(words, columns) if changed is None else np.union1d(changed, doubtful)
             if not len(slots):
                 return
             again = columns_of(words[slots], longest, None, slots)

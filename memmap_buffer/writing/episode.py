@@ -122,7 +122,8 @@ class Episode(Block):
         meta: the meta fields, as stored.
         state: "open", "published" or "aborted".
         capacity: timesteps that its own memory has room for; 0 where its rows stand in somebody else's.
-        serial: its number, from when it is first written to be published, else -1.
+        serial: its number, from when it is written to be published, else -1.
+        tried: whether it was written to be published, also if that failed.
         ended: the field that ended it, or "".
         staged: whether nothing of it is written anywhere before it is published.
         thread: which opened it.
@@ -149,6 +150,7 @@ class Episode(Block):
         self.finals: dict[str, Array] = {}
         self.meta: dict[str, Array] = dict(writer.no_meta)
         self.serial = -1
+        self.tried = False
         self.ended = ""
         # Of fields of lists, the bytes up to the end of each timestep; of those from `length` on they do not count.
         self._list_ends: dict[str, list[int]] = {}

@@ -288,7 +288,7 @@ class EpisodeStream(EpisodeGroup):
         ended = []
         for i in looked:
             episode = self.episodes[i]
-            tried = episode.serial >= 0 and self._writer.how.publish == "episode"
+            tried = episode.tried and self._writer.how.publish == "episode"
             if episode.state == "open" and (tried or episode.ended or episode.length == self._limit):
                 if self._round is not None:
                     self._round.leave(i)

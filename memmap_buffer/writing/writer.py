@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import filterfalse
+from itertools import islice
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -202,10 +202,7 @@ class Writer:
         for slot_writer in [*self._slot_writers.values(), *self._pending]:
             slot_writer.settle()
         for reference, slot_writer in list(self._slot_writers.items()):
-            if not (slot_writer.published or self.in_place):
-                self._slot_writers.pop(reference)  # it is staged still, and its slot is free
-            elif slot_writer.published and self.how.publish == "step":
-                self._follow(reference())
+            self._settle_episode(reference, slot_writer)
         over = (each for each in self._slot_writers if (episode := each()) is not None and episode.state != "open")
         self._dropped.extend(over)
         for joint in self._rounds:
@@ -216,6 +213,22 @@ class Writer:
             if slot_writer.state == "published" and not slot_writer.published
         ]
         self._settled = True
+
+    def _settle_episode(self, reference: ref[Episode], slot_writer: SlotWriter) -> None:
+        """Whatever interrupted the work on an episode: it is what its slot writer says."""
+        episode = reference()
+        if slot_writer.published:
+            if self.how.publish == "step":
+                self._follow(episode)
+            return
+        waits = slot_writer.state == "published"  # with others for their commit: it is over
+        if episode is not None and episode.state == "open":
+            if waits:
+                self._close(episode, "published")
+            else:
+                episode.serial = -1  # another one may get that
+        if waits or not self.in_place:
+            self._slot_writers.pop(reference)  # it is staged still, and its slot is free
 
     def _end_what_was_left(self, files: WriteHandles) -> None:
         """End episodes whose block was left in the middle of its end, or that nobody holds any more."""
@@ -382,31 +395,30 @@ class Writer:
         Args: cut: of each, whether it was cut short.
         """
         with self.lock.turn:
-            rest = [*cut]
-            if {*map(_writer_of, rest)} - {self}:
-                for episode in rest:  # some were handed on while this thread waited for its turn
+            episodes, done = [*cut], 0
+            if {*map(_writer_of, episodes)} - {self}:
+                for episode in episodes:  # some were handed on while this thread waited for its turn
                     episode.writer.publish({episode: cut[episode]})
                 return
             try:
-                while rest:
-                    done = self._carry_out(partial(self._publish, rest, cut), self._begin(publishing=True))
-                    rest = rest[done:]
+                while done < len(episodes):
+                    publish = partial(self._publish, episodes, done, cut)
+                    done = self._carry_out(publish, self._begin(publishing=True))
             except (MemmapBufferError, OSError):
                 if len(cut) > 1:
                     with suppress(MemmapBufferError, OSError):  # what stops one of them stops none before it
-                        for episode in rest:
+                        for episode in episodes[done:]:
                             self.publish({episode: cut[episode]})
                 raise
 
-    def _publish(self, episodes: Sequence[Episode], cut: Mapping[Episode, bool], files: WriteHandles) -> int:
-        """Publish the first of some episodes, as many as there are free slots for; how many that are."""
-        references = [*map(ref, episodes)]
-        new = [*filterfalse(self._slot_writers.__contains__, references)]
-        slots = self._free_slots(len(new), least=1)[::-1] if new else []
-        if len(slots) < len(new):
-            episodes = episodes[: references.index(new[len(slots)])]
-        slot_writers, rewrites, prepared = [], [], []
-        for episode in episodes:
+    def _publish(self, every: list[Episode], start: int, cut: Mapping[Episode, bool], files: WriteHandles) -> int:
+        """Publish episodes from one on, as many as there are free slots for; returns the place of the next one."""
+        slots = self._free_slots(len(every) - start, least=ref(every[start]) not in self._slot_writers)[::-1]
+        episodes, slot_writers, rewrites, prepared = [], [], [], []
+        for episode in islice(every, start, None):
+            if not slots and ref(episode) not in self._slot_writers:
+                break
+            episodes.append(episode)
             if episode.state != "open":
                 episode.require_open()
             final, terminated = bool(episode.finals), episode.ended == self.schema.terminated
@@ -414,6 +426,7 @@ class Writer:
             slot_writer = self._slot_writer_of(episode, files, slots)
             slot_writer.write(episode.columns, episode.base, episode.length)
             slot_writers.append(slot_writer)
+            episode.tried = True
             if slot_writer.published and self._meta_changed(slot_writer, episode):
                 slot_writer.round = self._slots.last_round(slot_writer.slot)
                 rewrites.append(redo.plan_end(files, slot_writer, flags, episode.finals, episode.meta))
@@ -432,7 +445,7 @@ class Writer:
         if len(self._pending) >= self.how.sync_every or any([each.published for each in self._pending]):
             self._commit_pending(files)
         self._close_published(episodes, slot_writers, cut, files)
-        return len(episodes)
+        return start + len(episodes)
 
     def _close_published(
         self,
