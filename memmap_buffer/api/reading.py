@@ -479,7 +479,8 @@ class Readable(Markable):
             seed: the same seed gives the same batch, as long as the episodes are the same; without it draws go on from
                 a seed that torch's generator gave at the first call, or numpy's if that was for arrays.
             device: move the batch there.
-            replacement: whether an item may be drawn twice.
+            replacement: whether an item may be drawn twice. Without, only one that stands for an item whose episode was
+                overwritten while it was read may be there already.
             options: those of `Options`.
 
         Raises:

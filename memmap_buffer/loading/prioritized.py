@@ -288,7 +288,9 @@ class PrioritizedDraws:
             self._priorities.ranks = ranks
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Columns:
-        """Raises SchemaError: draws by priority are with replacement, unless `Prioritized` says otherwise."""
+        """A batch as `Prioritized(replacement=False)` draws it. Raises SchemaError: it draws with replacement."""
+        if not self.how.replacement:
+            return self.next(batch_size, rng, alone=True)
         raise SchemaError(
             "replacement=False: draws by priority are with replacement; leave one out, or give "
             "prioritized=Prioritized(replacement=False, stratified=False)"

@@ -49,8 +49,9 @@ class Prioritized:
             with None, not at all.
         stratified: one draw in each of B segments of equal probability.
         replacement: False has no item twice in a batch: one is drawn after another, each with p_i / (Σ p - Σ of those
-            before it in the batch). Needs stratified=False. Weights and `_probabilities` are by P(i) as above. At least
-            a billionth of Σ p must be left for each.
+            before it in the batch). One that stands for an item whose episode was overwritten while it was read may be
+            there already. Needs stratified=False. Weights and `_probabilities` are by P(i) as above. At least a
+            billionth of Σ p must be left for each.
         variant: "proportional", or "rank": p = (1 / rank)^α, the highest priority having rank 1. Ranks are found in an
             order that is sorted anew after `sort_interval` changes (new priorities, items that came, items that went),
             by default as many as there are items.

@@ -416,7 +416,7 @@ def distinct(trees: Sequence[SumTree], count: int, rng: np.random.Generator) -> 
         NotEnoughDataError: less than `LEAST` of the sum is left for the next one.
     """
     totals = np.array([*map(_TOTAL, trees)])
-    ends, total = totals.cumsum(), float(totals.sum())
+    ends, total, most = totals.cumsum(), float(totals.sum()), max(tree.leaves for tree in trees)
     of, leaves = np.zeros((2, 0), np.int64)
     begins, sizes = np.zeros((2, 0))
     while len(of) < count:
@@ -425,7 +425,8 @@ def distinct(trees: Sequence[SumTree], count: int, rng: np.random.Generator) -> 
         remaining = total - taken.item(-1)
         if remaining <= LEAST * total:
             raise NotEnoughDataError(
-                f"replacement=False: {len(of)} items have the priorities of all, {count} are wanted; lower batch_size"
+                f"replacement=False: {len(of)} items have all but a billionth of the priorities, {count} are wanted; "
+                "lower batch_size, or the highest priorities, by alpha or error_clip"
             )
         values = rng.random(count - len(of)) * remaining
         values += taken.take(np.searchsorted(begins[order] - taken[:-1], values, side="right"))
@@ -437,7 +438,7 @@ def distinct(trees: Sequence[SumTree], count: int, rng: np.random.Generator) -> 
             begin[mine] = (ends[i] - totals[i]) + trees[i].before(chosen[mine])
         of, leaves = np.append(of, which), np.append(leaves, chosen)
         begins, sizes = np.append(begins, begin), np.append(sizes, size)
-        kept = np.sort(np.unique(np.stack([of, leaves]), axis=1, return_index=True)[1])
+        kept = np.sort(np.unique(of * most + leaves, return_index=True)[1])
         of, leaves, begins, sizes = of[kept], leaves[kept], begins[kept], sizes[kept]
     return of, begins - (ends - totals).take(of) + sizes / 2
 

@@ -314,7 +314,11 @@ class Folders:
     @property
     def tables(self) -> tuple[EpisodeTable, ...]:
         """The episode tables as last read, of folders that were found since, too; the same tuple if none is another."""
-        token, storages, kept = Storage.token, self.storages, self._tables
+        return self._tables_of(self.storages)
+
+    def _tables_of(self, storages: tuple[Storage, ...]) -> tuple[EpisodeTable, ...]:
+        """The tables of folders as they were asked for: another thread may take in more of them meanwhile."""
+        token, kept = Storage.token, self._tables
         if kept.token is not token or kept.storages is not storages:
             tables = tuple(map(_TABLE, storages))
             kept = self._tables = Tables(token, storages, kept.tables if tables == kept.tables else tables)
@@ -332,9 +336,10 @@ class Folders:
         with self._lock:
             self._look()
             self._looked = True
-            for place in self._reach(self.storages, self.tables).changed():
-                self.storages[place].refresh()
-            return self.tables
+            storages = self.storages
+            for place in self._reach(storages, self._tables_of(storages)).changed():
+                storages[place].refresh()
+            return self._tables_of(storages)
 
     def _look(self) -> None:
         """Read the shards that the root has now."""
@@ -418,7 +423,7 @@ class Folders:
             words, same, changes = storages[0].look_up(anchors.slot, anchors.serial, trusted)
             return Found(Anchors(*anchors[:-1], words), group=Group(storages[0], EVERY, EVERY, changes)), same
         of = places.take(anchors.folder)
-        reach = self._reach(storages, self.tables)
+        reach = self._reach(storages, self._tables_of(storages))
         if reach.usable:
             anchors, same = reach.look_up(of, anchors)
             return Found(anchors, reach, of), same

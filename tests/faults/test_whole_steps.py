@@ -23,7 +23,7 @@ from fault_injection import system, without_barriers
 from inside import around
 from interruptions import interrupted
 
-from memmap_buffer import ReplayBuffer, verify
+from memmap_buffer import Prioritized, ReplayBuffer, verify
 from memmap_buffer.writing import commit, episode
 from memmap_buffer.writing.vector_env import EpisodeStream
 
@@ -161,6 +161,50 @@ def test_where_all_episodes_are_ended_and_it_is_interrupted_then_the_next_step_b
     program.end()
     assert program.buffer.num_episodes == 2 * SIZE
     assert program.buffer.num_steps == 4 * SIZE
+
+
+@pytest.mark.parametrize("stride", [31, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("group", [2, 4])
+def test_where_the_end_of_all_episodes_is_interrupted_those_that_wait_for_their_commit_are_published_once(
+    tmp_path: Path, group: int, stride: int
+) -> None:
+    options = {"durability": "power", "sync_every": group, "spare_slots": 8}
+    for at in count(group, stride):
+        program = Program(tmp_path / str(at), "ram", skips_resets=False, following=True, **options)
+        program.add("plain", "plain")
+        error = interrupted(program.buffer.end_episodes, at=at)
+        program.add("plain", "end")
+        program.buffer.end_episodes()
+        program.buffer.flush()
+        assert program.buffer.num_steps == program.buffer.num_added == 4 * SIZE
+        program.end()
+        if error is None:
+            break
+
+
+def test_the_errors_of_steps_that_a_full_disk_kept_from_publication_are_of_no_other_episode(tmp_path: Path) -> None:
+    """Their serials were given to others; each of the steps here has the error that is its number."""
+    fields = {"number": "int", "terminated": "bool", "truncated": "bool"}
+    numbers, none = np.arange(3) * 10, np.zeros(3, np.bool_)
+    for at in count(1):
+        buffer = ReplayBuffer(tmp_path / str(at), 50, 6, fields)
+        buffer.add(number=numbers, terminated=none, truncated=none, priority=numbers + 1.0)
+        try:
+            with system(at, error=errno.ENOSPC, lasting=True):
+                buffer.add(number=numbers + 1, terminated=~none, truncated=none, priority=numbers + 2.0)
+            failed = False
+        except OSError:
+            failed = True
+        for first in range(100, 104):
+            numbered = np.array([first, first + 50])
+            buffer.store_episode(number=numbered, terminated=[0, 1], truncated=[0, 0], priority=numbered + 1.0)
+        buffer.end_episodes()
+        buffer.sample(1, timestep_level=True, prioritized=Prioritized(alpha=1.0))
+        items = buffer.batch(timestep_level=True, return_indices=True)
+        np.testing.assert_allclose(buffer.priorities(items["_indices"]), items["number"] + 1, rtol=1e-4)
+        buffer.close()
+        if not failed:
+            break
 
 
 # The mode, whether a reset is a step, whether `next_observation` is given, how many lines lie between interruptions.

@@ -103,8 +103,12 @@ def test_a_batch_of_more_items_than_there_are_is_refused_and_so_is_stratified(tm
     with make(tmp_path, (3, 4)) as buffer:
         batch = buffer.sample(7, timestep_level=True, prioritized=HOW, return_indices=True)
         assert len({*map(tuple, batch["_indices"].tolist())}) == 7
-        with pytest.raises(NotEnoughDataError, match=r"7 items have the priorities of all, 8 are wanted"):
+        with pytest.raises(
+            NotEnoughDataError, match=r"7 items have all but a billionth of the priorities, 8 are wanted"
+        ):
             buffer.sample(8, timestep_level=True, prioritized=HOW)
+        both = buffer.sample(7, timestep_level=True, prioritized=HOW, replacement=False, return_indices=True)
+        assert len({*map(tuple, both["_indices"].tolist())}) == 7
         with pytest.raises(SchemaError, match=r"replacement=False, stratified=False"):
             buffer.sample(2, timestep_level=True, prioritized=True, replacement=False)
     with pytest.raises(SchemaError, match="give stratified=False with it"):
