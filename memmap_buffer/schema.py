@@ -351,11 +351,12 @@ class Schema:
     def as_wide_as(self, others: Iterable[Schema]) -> Schema:
         """A schema whose texts are as wide as the widest of that name in some others."""
         texts = {name: field for name, field in self.all.items() if field.storage.kind == "U"}
+        wider: dict[str, Field] = {}
         for name, field in [(name, other.all[name]) for other in others for name in texts if name in other.all]:
-            if field.storage.kind == "U" and field.storage.itemsize > texts[name].storage.itemsize:
-                texts[name] = replace(texts[name], dtype=field.dtype)
-        fields, meta_fields = ({n: texts.get(n, each[n]) for n in each} for each in (self.fields, self.meta_fields))
-        return self.with_fields(fields, meta_fields) if texts else self
+            if field.storage.kind == "U" and field.storage.itemsize > wider.get(name, texts[name]).storage.itemsize:
+                wider[name] = replace(texts[name], dtype=field.dtype)
+        fields, meta_fields = ({n: wider.get(n, each[n]) for n in each} for each in (self.fields, self.meta_fields))
+        return self.with_fields(fields, meta_fields) if wider else self
 
     @cached_property
     def final_names(self) -> frozenset[str]:

@@ -49,13 +49,13 @@ class Remark:
 
     Attributes:
         what: the thing that was checked.
-        result: the result, as a sentence.
+        found: the result, as a sentence.
         advice: what to do; "": nothing need be done.
         bad: whether a promise of the library does not hold here.
     """
 
     what: str
-    result: str
+    found: str
     advice: str = ""
     bad: bool = False
 
@@ -75,7 +75,7 @@ def doctor(place: Place, seconds: Seconds = 2.0, as_json: Json = False, options:
         say_json([asdict(remark) for remark in remarks])
     for remark in [] if as_json else remarks:
         mark = "BAD " if remark.bad else "note" if remark.advice else "ok  "
-        say(f"{mark}  {remark.what}: {remark.result}" + (f"; {remark.advice}" if remark.advice else ""))
+        say(f"{mark}  {remark.what}: {remark.found}" + (f"; {remark.advice}" if remark.advice else ""))
     end(FOUND if any(remark.bad for remark in remarks) else 0)
 
 

@@ -265,6 +265,7 @@ def keep_blocks(patch: pytest.MonkeyPatch) -> None:
 def forget_schemas() -> None:
     """As in a process that has opened no folder."""
     layout._schema_of.cache_clear()
+    layout._like.cache_clear()
 
 
 def num_schemas_parsed() -> int:
