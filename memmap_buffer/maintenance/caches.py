@@ -12,8 +12,8 @@ from pathlib import Path
 
 from memmap_buffer.errors import NotABufferError
 from memmap_buffer.paths import path_of
-from memmap_buffer.remote.cache import LOCKS, USAGE, Cache
-from memmap_buffer.remote.layout import HEADS
+from memmap_buffer.remote.cache import BOUND, Cache
+from memmap_buffer.remote.layout import ROOT, SHARD
 from memmap_buffer.remote.shards import CACHE
 
 
@@ -84,7 +84,13 @@ def clear_cache(cache: str | PathLike[str] | None = None) -> int:
 
 
 def _cache(path: str | PathLike[str] | None) -> Cache:
+    """The cache at a path, which has the file that readers make first, and is no folder of anything else."""
     place = path_of(CACHE if path is None else path)
-    if not any((place / name).exists() for name in (USAGE, LOCKS, HEADS)):
+    others = [name for name in (ROOT, SHARD, "schema.json") if (place / name).exists()]
+    try:
+        is_cache = (place / BOUND).read_bytes()[:32].isdigit() and not others
+    except OSError:
+        is_cache = False
+    if not is_cache:
         raise NotABufferError(f"{place}: there is no cache of what was read by URLs; give the `cache` of readers")
     return Cache(place, keep_bound=True)

@@ -3,7 +3,8 @@
 What is removed: versions that neither `root.json`, `shard.json` nor an entry names, objects in `heads/` that
 `root.json` does not name, entries whose shard is listed or that a newer one supersedes, and `*.new`, which a killed
 publisher left in a file system. All must be older than the caller says, and that is a day at least. Any other object
-stays.
+stays, and so does what a publisher left that was killed before the first version of a shard was there: nothing tells
+that it is ours.
 
 Why nothing is lost, whoever reads or publishes at the time, and wherever a collector is killed:
 
@@ -44,7 +45,6 @@ from memmap_buffer.remote.objects import Objects, Stored
 from memmap_buffer.remote.published import nothing_at, read_root, read_shard
 
 YOUNGEST = timedelta(days=1)
-UNKNOWN = Stored(0, None)
 TOGETHER = 16  # objects that are removed at a time
 _FILES = rf"(data/[^/]+|{re.escape(HEAD)}|{re.escape(BLOCKS_FILE)})"
 _VERSION = re.compile(rf"(?P<name>[^/]+)/(?P<version>[0-9a-f]{{32}})/{_FILES}(\.[0-9]+\.new)?")
@@ -158,7 +158,11 @@ def _heads_and_leftovers(listing: Listing, root: Root, seconds: float) -> Iterat
 
 
 def _versions(objects: Objects, listing: Listing, root: Root, seconds: float) -> list[_Garbage]:
-    """The objects of versions that nothing in a listing names, all their heads first."""
+    """The objects of versions that nothing in a listing names, all their heads first.
+
+    Only of shards that were published, as `shard.json` says, and of folders that hold nothing else: whatever another
+    program keeps under a name like theirs is none of ours.
+    """
     versions: dict[tuple[str, str], list[str]] = {}
     for path in listing:
         if (match := _VERSION.fullmatch(path)) and is_shard_name(match["name"]):
@@ -171,12 +175,17 @@ def _versions(objects: Objects, listing: Listing, root: Root, seconds: float) ->
         if all(listing[path].is_older(seconds) for path in paths)
         and (name not in root.shards or _is_listed_for(listing, root, name, seconds))
     }
-    shards = {name: read_shard(objects, f"{name}/{SHARD}") for name, _ in unnamed}
+    shards = {name: read_shard(objects, f"{name}/{SHARD}") for name, _ in unnamed if f"{name}/{SHARD}" in listing}
+    foreign = {
+        tuple(path.split("/", 2)[:2]) for path in listing if path.count("/") > 1 and not _VERSION.fullmatch(path)
+    }
     garbage = [
         _Garbage(path, f"{name}/{version}")
         for (name, version), paths in unnamed.items()
-        if (shard := shards[name]) is None
-        or (shard.version != version and listing.get(f"{name}/{SHARD}", UNKNOWN).is_older(seconds))
+        if (shard := shards.get(name)) is not None
+        and (name, version) not in foreign
+        and shard.version != version
+        and listing[f"{name}/{SHARD}"].is_older(seconds)
         for path in paths
     ]
     return sorted(garbage, key=lambda each: not each.path.endswith(f"/{HEAD}"))

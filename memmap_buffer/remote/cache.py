@@ -34,6 +34,7 @@ OFTEN = 2  # if a block is fetched more often in an epoch, on average, the log h
 AGAIN = "; give a larger cache_bytes, or shuffle='block'"
 UNFINISHED = 86400.0  # seconds after which nobody makes a mirror any more that is not finished
 _MIRROR = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
+_HEAD = re.compile(r"[0-9a-f]{32}\.bin")
 log = logging.getLogger("memmap_buffer")
 
 
@@ -66,8 +67,8 @@ class Cache:
             raise SchemaError(
                 f"cache: {path} lies in memory, where blocks cannot be given back safely; leave cache_bytes"
             )
-        if not keep_bound and self.bound != limit:
-            self._keep(BOUND, str(limit or 0).encode())  # for who looks at it
+        if not keep_bound and not (self.bound == limit and Folder(path).exists(BOUND)):
+            self._keep(BOUND, str(limit or 0).encode())  # by which it is known to be a cache, too
 
     def renew(self) -> None:
         """In a forked child: begin with a free lock, as another thread of the parent may have held it."""
@@ -83,7 +84,7 @@ class Cache:
 
     @property
     def bound(self) -> int | None:
-        """The limit that it was last opened with, by any process; None also where nobody did."""
+        """The limit that it was last opened with, by any process; None also if nobody opened it."""
         with suppress(OSError, ValueError):
             return int(Folder(self.path).read(BOUND, 32)) or None
         return None
@@ -155,8 +156,11 @@ class Cache:
 
     def heads(self) -> dict[str, int]:
         """The bytes of each object with the heads of shards that is kept, by its digest."""
-        files = [self.path / HEADS / name for name in Folder(self.path).list(HEADS)]
-        return {path.stem: path.stat().st_size for path in files if path.suffix == ".bin"}
+        sizes = {}
+        for name in filter(_HEAD.fullmatch, Folder(self.path).list(HEADS)):
+            with suppress(FileNotFoundError):  # another process empties it
+                sizes[Path(name).stem] = (self.path / HEADS / name).lstat().st_size
+        return sizes
 
     def check(self) -> dict[str, int]:
         """Give back what is not as it was published; the bytes of that in each mirror, and of each head."""
@@ -168,9 +172,10 @@ class Cache:
             chosen = np.arange(files.count)
             damaged[folder.path.name] = give_back_damaged(Folder(folder.path), blocks, files, digests, chosen)
         for name, size in self.heads().items():
-            if digest(Folder(self.path).read(head_object(name), size)) != name:
-                Folder(self.path).unlink(head_object(name), missing_ok=True)
-                damaged[head_object(name)] = size
+            with suppress(FileNotFoundError, CorruptBufferError):  # another process empties it, or fetches it anew
+                if digest(Folder(self.path).read(head_object(name), size)) != name:
+                    Folder(self.path).unlink(head_object(name), missing_ok=True)
+                    damaged[head_object(name)] = size
         return {name: size for name, size in damaged.items() if size}
 
     def clear(self) -> None:
@@ -180,8 +185,9 @@ class Cache:
                 _give_back(Folder(folder.path), blocks, files, block)
         for path in self.path.iterdir():
             name, new, _ = path.name.partition(".new-")
-            if _MIRROR.fullmatch(name) and not (new and path.stat().st_mtime > time.time() - UNFINISHED):
-                remove_mirror(path)
+            with suppress(FileNotFoundError):  # another process removes it, or gives it its name
+                if _MIRROR.fullmatch(name) and not (new and path.lstat().st_mtime > time.time() - UNFINISHED):
+                    remove_mirror(path)
         for name in self.heads():
             Folder(self.path).unlink(head_object(name), missing_ok=True)
         with locked(str(self.path / USAGE)) as fd:

@@ -136,17 +136,18 @@ def test_garbage_is_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFix
     url = f"file://{tmp_path}/url"
     make(tmp_path / "one", range(2))
     assert main("publish", tmp_path / "one", url) == 0
-    half = tmp_path / "url" / "two" / ("a" * 32) / "data" / "x.npy"
+    half = tmp_path / "url" / "one" / ("a" * 32) / "data" / "x.npy"
     half.parent.mkdir(parents=True)
     half.write_bytes(b"x" * 5000)
-    os.utime(half, (time.time() - 40 * 3600,) * 2)
+    for path in (tmp_path / "url").rglob("*"):
+        os.utime(path, (time.time() - 40 * 3600,) * 2)
     capsys.readouterr()
     for options, count in [((), 0), (("--older-than", "2d"), 0), (("--older-than", "36h", "--dry-run"), 1)]:
         assert main("gc", url, *options) == 0
         out = capsys.readouterr().out.splitlines()
         assert len(out) == count + 1
         assert half.exists()
-    assert out == [f"two/{'a' * 32}: 4.9 KiB", "would be removed: 1, 4.9 KiB"]
+    assert out == [f"one/{'a' * 32}: 4.9 KiB", "would be removed: 1, 4.9 KiB"]
     assert main("gc", url, "--older-than", "36h") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "removed: 1, 4.9 KiB"
     assert not half.exists()

@@ -117,15 +117,18 @@ def make(place: Path, url: str, options: dict[str, Any] | None = None) -> dict[s
     if store.names("entries"):
         store.write(f"{SUPERSEDED}.{versions[0].version}.one.json", versions[0].to_json())
     kept = {shard.prefix(name) for name, shard in read_root(store).shards.items()}
-    for path in (f"three/{'a' * 32}/data/x.npy", f"three/{'a' * 32}/data/y.npy.17.new", "root.json.5.new"):
+    for path in (f"two/{'a' * 32}/data/x.npy", f"two/{'a' * 32}/data/y.npy.17.new", "root.json.5.new"):
         store.write(path, b"half")
     for path in ("notes.txt", "heads/notes.txt", f"one/{'b' * 32}/notes.txt", "entries/notes.txt", "one/notes.new"):
+        store.write(path, b"of another")
+    # A run of another program, of which nothing says that it is ours; and one that has more than a version has.
+    for path in (f"three/{'a' * 32}/data/train.csv", f"two/{'b' * 32}/data/x.npy", f"two/{'b' * 32}/notes.txt"):
         store.write(path, b"of another")
     heads = {head_object(key) for key in read_root(store).heads}
     waste: dict[str, int] = {}
     for path, stored in store.listing().items():
         version = "/".join(path.split("/")[:2])
-        if path.endswith("notes.txt") or path.endswith("notes.new"):
+        if path.endswith(("notes.txt", "notes.new")) or version.startswith((f"three/{'a' * 32}", f"two/{'b' * 32}")):
             continue
         if path.endswith(".new") or path.startswith(("entries/", "heads/")):
             waste |= {} if path in heads else {path: stored.size}
@@ -183,13 +186,13 @@ def test_what_no_list_names_is_removed_and_nothing_else(
         assert left == {read_root(store).shards["one"].version, "b" * 32}
 
 
-PARTIAL = f"three/{'a' * 32}"
+PARTIAL = f"two/{'a' * 32}"
 YOUNG = {  # what is young, and what of the garbage it keeps
     "one/shard.json": ("one/",),
     "one/*/blocks.npy": ("one/",),
     f"{PARTIAL}/data/x.npy": (f"{PARTIAL}*aaa",),
     f"{PARTIAL}/data/y.npy.17.new": (PARTIAL,),
-    "heads/*": ("heads/", "one/", "entries/01"),
+    "heads/*": ("heads/", "one/", "two/", "entries/01"),
     "entries/*": ("entries/", "one/V0"),
     f"{SUPERSEDED}*": ("entries/*one.json", "one/V0"),
     "root.json.5.new": ("root.json.5.new",),
