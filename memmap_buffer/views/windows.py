@@ -169,8 +169,8 @@ class Window(View):
         terminated: the field that is true where nothing follows; default: the one that the buffer declared.
         discount: the field of a discount of every step, as for `NStep`.
         only: field, or group, -> k: it is given for the last k steps of a window alone, (B, k, *field), and its rows
-            before these are not read. `_mask[:, L - k:]` tells which exist; padding, and what `final_observation` and
-            `n_steps` say of fields with `final`, is as for others.
+            before these are not read. With k < L `_mask_<field>` (B, k) tells which exist; padding, and what
+            `final_observation` and `n_steps` say of fields with `final`, is as for others.
         final_observation: fields with `final` have one entry more, (B, L + 1, *field): the observation after the last
             step. `_mask_<field>` (B, L + 1) tells which exist.
         start_fields: fields that are given at the first existing step of a window alone, (B, *field): the recurrent
@@ -258,7 +258,7 @@ class Window(View):
             raise schema.unknown(self.stream, "stream", schema.meta_fields)
         if self.n_steps:
             require_returns(schema, self.reward, self.terminated, self.discount)
-        names, at_start = self._names(schema)
+        (names, at_start), shorter = self._names(schema), self._shorter(schema)
         return [
             *names,
             *at_start,
@@ -266,7 +266,7 @@ class Window(View):
             *["_is_first", "_is_last"] * bool(self.continues),
             *["_steps"] * self.return_steps,
             *["n_step_lens", "_return", "_discount"] * bool(self.n_steps),
-            *[f"_mask_{name}" for name in names if self._shows_final(schema, name)],
+            *[f"_mask_{name}" for name in names if self._shows_final(schema, name) or name in shorter],
             *["_loss_mask"] * bool(self.burn_in or self.n_steps),
         ]
 
@@ -276,10 +276,14 @@ class Window(View):
         return [name for name in named(schema, self.fields, "fields") if name not in at_start], at_start
 
     def sequences(self, schema: Schema) -> dict[str, str]:
-        shorter = {name for last, plain, _ in self.plan(schema)[0] if last < self.length for name in plain}
+        shorter = self._shorter(schema)
         padded_behind = not (self.pad_before or self.pad_in_front or self.continues or self.n_steps)
         names = self._names(schema)[0] if padded_behind else []
         return {name: "_lens" for name in names if not (self._shows_final(schema, name) or name in shorter)}
+
+    def _shorter(self, schema: Schema) -> set[str]:
+        """The fields without a final observation of which a window has its last entries alone."""
+        return {name for last, plain, _ in self.plan(schema)[0] if last < self.length for name in plain}
 
     def _shows_final(self, schema: Schema, name: str) -> bool:
         """Whether a field is given with the final observation of its episode."""
@@ -330,7 +334,7 @@ class Window(View):
         steps, t, (groups, at_start) = range(self.length), builder.t, builder.plan
         goes_on = self.boundary == CONTINUE
         stop = builder.run_on(self.length) if goes_on else builder.length
-        self._put_fields(builder, groups)
+        self._put_fields(builder, groups, stop)
         if at_start:
             builder.put_at(at_start, np.maximum(t, 0))
         rest = stop - t
@@ -355,11 +359,14 @@ class Window(View):
             warm = self.burn_in - self.pad_before * unpadded[:, None]
             builder.batch["_loss_mask"] = learned & (np.arange(self.length) >= warm)
 
-    def _put_fields(self, builder: BatchBuilder, groups: Sequence[LastEntries]) -> None:
-        """Put the fields that have entries of their own, and the masks of those with a final observation."""
+    def _put_fields(self, builder: BatchBuilder, groups: Sequence[LastEntries], stop: IntArray) -> None:
+        """Put the fields that have entries of their own, and the masks of those that have not the window's entries."""
         for last, names, finals in groups:
             steps = range(self.length - last, self.length)
             builder.put(names, steps, limit=builder.length, padding=self.padding)
+            if last < self.length and names:
+                exist = builder.exists(steps, stop)
+                builder.batch |= {f"_mask_{name}": exist for name in names}
             if finals:
                 observed = range(steps.start, self.length + self.final_observation)
                 builder.put(finals, observed, padding=self.padding)

@@ -44,8 +44,9 @@ def buffer(tmp_path: Path) -> Any:
 
 def flat(batch: dict[str, Any]) -> dict[str, Any]:
     """A batch by dotted names."""
-    cameras = {f"cameras.{name}": values for name, values in batch["cameras"].items()}
-    return {name: np.asarray(values) for name, values in {**batch, **cameras}.items() if name != "cameras"}
+    groups = {key: values for key, values in batch.items() if isinstance(values, dict)}
+    members = {f"{key}.{name}": values for key, group in groups.items() for name, values in group.items()}
+    return {name: np.asarray(values) for name, values in {**batch, **members}.items() if name not in groups}
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
@@ -55,16 +56,30 @@ def test_a_field_has_the_last_entries_of_the_window_and_others_have_all(
 ) -> None:
     whole = flat(buffer.batch(view=Window(LENGTH, **how), format="numpy"))
     batch = flat(buffer.batch(view=Window(LENGTH, only=only, **how), format="numpy"))
-    assert batch.keys() == whole.keys() and len(whole["_start"]) > 10
-    last = {
+    fields = {
         name: only[group]
         for group in only
-        for name in (*FIELDS, "cameras.left", "cameras.right", "_mask_x")
-        if name == group or name.startswith(f"{group}.") or name == f"_mask_{group}"
+        for name in (*FIELDS, "cameras.left", "cameras.right")
+        if name in whole and (name == group or name.startswith(f"{group}."))
     }
+    masks = {f"_mask_{name}": steps for name, steps in fields.items()}
+    told = [mask for mask, steps in masks.items() if steps < LENGTH]
+    whole = {**dict.fromkeys(told, whole["_mask"]), **whole}  # masks with a final observation are in `whole`
+    last = fields | masks
+    assert batch.keys() == whole.keys() and len(whole["_start"]) > 10
     for name, values in whole.items():
         expected = values[:, LENGTH - last[name] :] if name in last else values
         assert np.array_equal(batch[name], expected), name
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
+def test_padding_stays_zero_where_the_last_entries_are_normalized(buffer: ReplayBuffer, how: dict[str, Any]) -> None:
+    only = {"reward": 2, "x": 3, "cameras": 1}
+    normalize = buffer.statistics().normalize(keep_padding=True)
+    whole = flat(buffer.batch(view=Window(LENGTH, **how), format="numpy", transform=normalize))
+    batch = flat(buffer.batch(view=Window(LENGTH, only=only, **how), format="numpy", transform=normalize))
+    for name, steps in {"reward": 2, "x": 3, "cameras.left": 1, "cameras.right": 1}.items():
+        assert np.array_equal(batch[name], whole[name][:, LENGTH - steps :]), name
 
 
 def test_windows_that_name_some_entries_are_values_and_say_what_they_are() -> None:
