@@ -216,6 +216,7 @@ class Folders:
     """
 
     def __init__(self, storages: Sequence[Storage], shards: Any = None, fields: Sequence[str] | None = None) -> None:
+        fields = (fields,) if isinstance(fields, str) else fields
         self.shards, self._fields = shards, fields
         by_number = dict(enumerate(storages)) if shards is None else shards.look()
         first = next(iter(by_number.values()))

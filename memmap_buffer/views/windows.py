@@ -210,8 +210,11 @@ class Window(View):
     def __post_init__(self) -> None:
         self._keep_names("fields", "start_fields")
         check_count("length", self.length)
-        object.__setattr__(self, "only", tuple(dict(self.only).items()))  # so that views are values
-        for name, steps in dict(self.only).items():
+        pairs = tuple(self.only.items()) if isinstance(self.only, Mapping) else self.only
+        if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise SchemaError(f"only: got {self.only!r}, expected {{field: steps}}, such as {{'image': 2}}")
+        object.__setattr__(self, "only", pairs)  # so that views are values
+        for name, steps in pairs:
             check_count(f"only[{name!r}]", steps)
             if steps > self.length:
                 raise SchemaError(f"only: got {steps} steps of {name!r}, expected 1 … length={self.length}")

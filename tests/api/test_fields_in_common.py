@@ -85,6 +85,11 @@ def test_named_fields_are_read_as_of_each_folder_alone(sources: list[Any], view:
             assert np.array_equal(np.asarray(mine[key]), np.asarray(theirs[key])), key
 
 
+def test_a_single_name_may_stand_alone(sources: list[Any], tmp_path: Path) -> None:
+    for both in (ConcatBuffer(sources, fields="note"), ConcatBuffer.from_root(tmp_path, fields="note")):
+        assert both.fieldnames == ("note", "terminated", "truncated")
+
+
 def test_statistics_weights_and_filters_are_over_the_fields_in_common(sources: list[Any]) -> None:
     both = ConcatBuffer(sources, fields=COMMON)
     assert {*both.statistics().fields} == {"x", "n", "terminated", "truncated", "task"}

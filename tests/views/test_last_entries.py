@@ -94,6 +94,12 @@ def test_ragged_windows_cut_only_fields_that_have_all_entries(buffer: ReplayBuff
     assert batch["cameras"]["left"].shape[1:] == (2, 2, 2)
 
 
+@pytest.mark.parametrize("only", ["note", ["note"], ("no",), [("note", 2)], {"note"}, None, 2], ids=repr)
+def test_what_names_no_steps_is_refused(only: Any) -> None:
+    with pytest.raises(SchemaError, match=r"^only: got .*, expected \{field: steps\}"):
+        Window(LENGTH, only=only)
+
+
 @pytest.mark.parametrize(
     ("only", "match"),
     [
