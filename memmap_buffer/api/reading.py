@@ -369,8 +369,8 @@ class Readable(Markable):
             batch_size: how many items a batch has.
             shuffle: give the items of each epoch in a random order that (seed, epoch) fixes, each once. "block" is for
                 a store larger than memory: blocks of neighbouring items are read in a random order, 64 at a time, and
-                shuffled within that window. With `prioritized` every batch is drawn by priority, with replacement, in
-                this process: workers only read.
+                shuffled within that window. With `prioritized` every batch is drawn by priority, in this process:
+                workers only read.
             drop_last: leave out an incomplete last batch.
             seed: fixes the order; None draws a seed from torch's generator. Of ranks that are given as `rank` all need
                 the same, by `seed` or in a state that is loaded before an epoch begins.

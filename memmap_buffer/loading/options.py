@@ -116,7 +116,7 @@ class BatchOptions(EpisodeOptions, total=False):
             is fixed by the seed, the epoch and the batch's place, for any number of workers.
         hindsight: items get a goal that was achieved; see `Hindsight`.
         on_stale: when an episode is overwritten before its rows were read: "redraw" another item, or "raise".
-        prioritized: items are drawn by priority, with replacement; see `Prioritized`.
+        prioritized: items are drawn by priority, with replacement unless it says otherwise; see `Prioritized`.
     """
 
     view: View | None

@@ -191,7 +191,7 @@ class NamedPriorities:
 
 
 class PrioritizedDraws:
-    """Batches drawn by priority, with replacement.
+    """Batches drawn by priority, with replacement unless `Prioritized` says otherwise.
 
     Args:
         reader: reads the batches.
