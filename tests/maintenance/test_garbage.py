@@ -192,7 +192,7 @@ YOUNG = {  # what is young, and what of the garbage it keeps
     "one/*/blocks.npy": ("one/",),
     f"{PARTIAL}/data/x.npy": (f"{PARTIAL}*aaa",),
     f"{PARTIAL}/data/y.npy.17.new": (PARTIAL,),
-    "heads/*": ("heads/", "one/", "two/", "entries/01"),
+    "heads/*": ("heads/", "one/", f"{PARTIAL}*aaa", "entries/01"),
     "entries/*": ("entries/", "one/V0"),
     f"{SUPERSEDED}*": ("entries/*one.json", "one/V0"),
     "root.json.5.new": ("root.json.5.new",),

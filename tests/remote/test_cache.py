@@ -198,15 +198,27 @@ def test_a_cache_is_emptied_beside_readers(place: Path, tmp_path: Path) -> None:
 def test_only_a_cache_is_emptied_and_only_what_is_its_own(place: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_bytes(b"mine")
+    for name in ("heads/policy.bin", "usage", "locks"):  # of another program; a published root has `heads`, too
+        (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "mine" / name).write_bytes(b"mine")
+    before = {
+        path: path.read_bytes() for path in (*(tmp_path / "mine").rglob("*.bin"), *(place / "far").rglob("*.bin"))
+    }
     for call in (cache_contents, check_cache, clear_cache):
-        with pytest.raises(NotABufferError, match="there is no cache of what was read by URLs"):
-            call(tmp_path / "mine")
+        for other in (tmp_path / "mine", place / "far", place):
+            with pytest.raises(NotABufferError, match="there is no cache of what was read by URLs"):
+                call(other)
+    assert {path: path.read_bytes() for path in before} == before
     far = ReplayBuffer.from_folder(f"file://{place}/far/shard-00000", cache=tmp_path)
     far.episode(0)
     names = [f"{'a' * 32}-{'b' * 32}.new-{age}" for age in ("young", "old")]
     for name in names:
         (tmp_path / name).mkdir()
     os.utime(tmp_path / names[1], (time.time() - 90000,) * 2)
+    (tmp_path / "heads").mkdir(exist_ok=True)
+    (tmp_path / "heads" / "policy.bin").write_bytes(b"mine")
+    assert check_cache(tmp_path) == {}
     clear_cache(tmp_path)
+    assert (tmp_path / "heads" / "policy.bin").read_bytes() == b"mine"
     assert (tmp_path / "mine" / "file").read_bytes() == b"mine"
     assert [(tmp_path / name).exists() for name in names] == [True, False]
