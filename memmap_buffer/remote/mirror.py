@@ -285,7 +285,8 @@ class Mirror(Published):
     def mend(self, rows: Rows) -> bool:
         """Give back blocks that rows lie in and that are not as they were published, so that they are fetched again.
 
-        Returns: whether there were some.
+        Returns: whether there were some, or others were at work on them, or the dictionary has changed since it was
+            kept. False also where others gave them back before: who read them meanwhile must read once more.
         """
         require_digests([self])
         chosen = [self.blocks_of_rows(rows)]
@@ -293,10 +294,19 @@ class Mirror(Published):
             chosen.append(self.blocks_of_blobs(rows))  # of those that an index tells that may be wrong itself
         if (key := rows.name + DICTIONARY) in self.layout.arrays:
             chosen.append(self._blocks_of_all(key))
-        blocks, every, sizes = self.blocks, np.unique(np.concatenate(chosen)), list[int]()
-        place = Folder(self.path)
-        _uninterrupted(lambda: sizes.append(give_back_damaged(place, blocks, self.files, self.digests, every)))
-        self.local.coded.clear()
+        local, every, sizes, others = self.local, np.unique(np.concatenate(chosen)), list[int](), list[int]()
+
+        def give_back() -> None:
+            sizes.append(give_back_damaged(Folder(self.path), local.blocks, self.files, self.digests, every))
+            with local.blocks.taken(every.tolist()) as mine:
+                others.extend(np.setdiff1d(every, mine, True).tolist())
+            for block in others:
+                local.blocks.wait_for(block)
+
+        _uninterrupted(give_back)
+        kept = local.coded.get(rows.name)
+        is_old = bool(kept and kept.dictionary and not np.array_equal(kept.dictionary.content, local.arrays[key]))
+        local.coded.clear()
         if any(sizes) and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -304,7 +314,7 @@ class Mirror(Published):
                 "`memmap-buffer cache %s --check` compares all",
                 *(self.where, sizes[0], self.path, self.cache.path),
             )
-        return any(sizes)
+        return any(sizes) or bool(others) or is_old
 
     @contextmanager
     def _held_folder(self, blocks: Blocks) -> Iterator[Folder]:
@@ -458,12 +468,13 @@ class MirrorStorage(Storage):
         low = np.array([rows.start]) if isinstance(rows, slice) else rows.ravel()
         high = np.array([rows.stop]) if isinstance(rows, slice) else low + 1
         read = super().read_rows
-        wanted = [(self, [Rows(name, low, high)])]
+        wanted, is_mended = [(self, [Rows(name, low, high)])], True
         while True:
             try:
                 return self.mirror.copied(lambda: bring(wanted), lambda: read(name, rows, slots, serials).copy())
             except CorruptBufferError:
-                if not self.mend(name, slots):
+                was_mended, is_mended = is_mended, self.mend(name, slots)
+                if not is_mended and not was_mended:  # once more, as another process may have mended first
                     raise
 
     def mend(self, name: str, slots: Any) -> bool:
@@ -473,8 +484,12 @@ class MirrorStorage(Storage):
         return self.mirror.mend(Rows(name, low, low + table.length[slots] + self.layout.schema.fields[name].final))
 
     def damaged(self, slot: int) -> list[str]:
-        names = super().damaged(slot)
-        while any([self.mend(name, slot) for name in names if name in self.maps.rows]):
+        names, is_mended = super().damaged(slot), True
+        while names:
+            was_mended = is_mended
+            is_mended = any([self.mend(name, slot) for name in names if name in self.maps.rows])
+            if not is_mended and not was_mended:  # once more, as another process may have mended first
+                break
             names = super().damaged(slot)
         return names
 

@@ -301,15 +301,20 @@ class Gather:
         Raises:
             CorruptBufferError: an episode that is as it was cannot be decoded.
         """
-        if not all(rows.unchanged() for rows in self.fetched):
+        if not self._stayed():
             same[:] = False  # a block was given back before its rows were copied
         if self.broken is not None:  # while it was copied it may have been overwritten
             storage, name, items = self.broken
-            if (same & items).any() and storage.mend(name, self.records.anchors.slot[items]):
-                same[items] = False
+            slots = self.records.anchors.slot[items]
+            if (same & items).any() and (storage.mend(name, slots) or not self._stayed()):
+                same[items] = False  # this process mended them, or another one did
             if (same & items).any():
                 serial = int(self.records.anchors.serial[same & items][0])
                 raise storage.damaged_blob(name, f"episode {serial} has a timestep that cannot be decoded")
+
+    def _stayed(self) -> bool:
+        """Whether all blocks that were fetched have been there ever since."""
+        return all(rows.unchanged() for rows in self.fetched)
 
 
 def marked(field: Field, values: Array) -> Array:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from inside import mirror_of, mirrors_of
+from inside import around, mirror_of, mirrors_of, storage_of
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -26,8 +29,9 @@ from memmap_buffer import (
     pack,
     publish,
 )
-from memmap_buffer.format.source import BLOCK
+from memmap_buffer.format.source import BLOCK, Rows
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
+from memmap_buffer.remote.mirror import Mirror
 
 FIELDS = {
     "number": "int",
@@ -119,6 +123,69 @@ def test_rotten_blobs_are_fetched_again_where_they_cannot_be_decoded(
         rot(path, slice(None))
     far = ConcatBuffer.from_root(f"file://{place}/far", cache=tmp_path)
     equal(near.batch(**OPTIONS), far.batch(**OPTIONS))
+
+
+@pytest.mark.parametrize(
+    ("verify", "file"), [("auto", "frame"), ("auto", "frame.blobs"), ("auto", "frame.dictionary"), ("read", "state")]
+)
+@pytest.mark.parametrize(
+    "read",
+    [lambda far: far.batch(**OPTIONS), lambda far: {"rows": storage_of(far).read_rows("frame", slice(0, 100), 0, 0)}],
+    ids=["batch", "rows"],
+)
+def test_what_another_process_mends_first_is_read_again(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, verify: str, read: Callable[[Any], Any]
+) -> None:
+    url, again = f"file://{place}/far/shard-00000", []
+
+    def mend_elsewhere() -> None:
+        if not again:
+            again.append(True)
+            code = f"from memmap_buffer import *; b = ReplayBuffer.from_folder({url!r}, cache={str(tmp_path)!r}, "
+            code += f"verify={verify!r}); b.batch(timestep_level=True)"
+            subprocess.run([sys.executable, "-c", code], check=True)
+
+    expected = read(ReplayBuffer.from_folder(url, cache=tmp_path, verify=verify))
+    ReplayBuffer.from_folder(url, cache=tmp_path).batch(**OPTIONS)
+    (path,) = tmp_path.glob(f"*/data/{file}.npy")
+    rot(path, slice(None))
+    around(monkeypatch, Mirror, "mend", mend_elsewhere)
+    far = ReplayBuffer.from_folder(url, cache=tmp_path, verify=verify)
+    equal(read(far), expected)
+    far.batch(**OPTIONS)
+    assert again
+    assert len(far) == 4
+    assert check_cache(tmp_path) == {}
+
+
+def test_a_dictionary_that_another_process_mended_is_read_anew(place: Path, tmp_path: Path) -> None:
+    url = f"file://{place}/far/shard-00000"
+    expected = ReplayBuffer.from_folder(url, cache=tmp_path).batch(**OPTIONS)
+    (path,) = tmp_path.glob("*/data/frame.dictionary.npy")
+    rot(path, slice(None))
+    far = ReplayBuffer.from_folder(url, cache=tmp_path)
+    mirror_of(far).coded("frame")  # which keeps it
+    assert check_cache(tmp_path)
+    equal(far.batch(**OPTIONS), expected)
+
+
+def test_blocks_that_another_thread_is_at_work_on_are_waited_for(place: Path, tmp_path: Path) -> None:
+    url = f"file://{place}/far/shard-00000"
+    far = ReplayBuffer.from_folder(url, cache=tmp_path)
+    expected = far.batch(**OPTIONS)
+    (path,) = tmp_path.glob("*/data/frame.blobs.npy")
+    mirror, rows, came = mirror_of(far), Rows("frame", np.array([0]), np.array([100])), list[Any]()
+    block = mirror.blocks_of_blobs(rows).tolist()[:1]
+    assert not mirror.mend(rows)
+    rot(path, slice(None))
+    with mirror.blocks.taken(block):
+        thread = threading.Thread(target=lambda: came.append(far.batch(**OPTIONS)))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    thread.join()
+    equal(came[0], expected)
+    assert check_cache(tmp_path) == {}
 
 
 def test_what_was_published_broken_is_an_error_as_ever(place: Path, tmp_path: Path) -> None:
