@@ -7,7 +7,7 @@ a list is read whole, and is bounded in the values of JSON that it has.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,9 +55,23 @@ def _may_match(part: re.Match[str], condition: Any) -> bool:
     def overlaps(first: Any, beyond: Any) -> bool:
         return bool(matches(highest, (first, None), name)[0] and matches(lowest, (None, beyond), name)[0])
 
-    matches(lowest, condition, name)  # which raises where it is none
     if isinstance(condition, tuple):
+        matches(lowest, condition, name)  # which raises where it is none
         return overlaps(*condition)
     condition = condition.tolist() if hasattr(condition, "tolist") else condition
     members = condition if isinstance(condition, (set, frozenset, list, range)) else [condition]
+    try:
+        members = _between(members, lowest, highest)
+    except (TypeError, ValueError, ArithmeticError):  # some have no order
+        matches(lowest, condition, name)
     return any(overlaps(each, each) or bool(matches(lowest, [each], name)[0]) for each in members)
+
+
+def _between(members: Iterable[Any], lowest: Array, highest: Array) -> list[Any]:
+    """The members that may lie between two numbers; a float is compared as the column would round it."""
+    if lowest.dtype.kind == "f":
+        with np.errstate(all="ignore"):
+            lowest, highest = np.nextafter(lowest, -np.inf), np.nextafter(highest, np.inf)
+    low, high = lowest.item(), highest.item()
+    numbers = [each.item() if hasattr(each, "item") else each for each in members]
+    return [each for each in numbers if low <= each <= high]

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import folders_of
+from inside import around, folders_of
 from range_server import RangeServer
 
 from memmap_buffer import ConcatBuffer, NotABufferError, ReplayBuffer, SchemaError, publish
 from memmap_buffer.items.filters import matches
+from memmap_buffer.remote import ranges
 from memmap_buffer.remote.layout import Shard
 from memmap_buffer.remote.ranges import MAX_TEXT, may_match, ranges_of
 
@@ -40,6 +41,33 @@ def test_a_shard_in_which_a_value_passes_is_always_chosen(dtype: str, values: li
         assert may_match(text, {"x": condition}) or not passes
         if len(values) == 1 and not isinstance(condition, tuple):
             assert may_match(text, {"x": condition}) == passes  # nor any other
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(["f2", "f4", "f8"]), st.floats(allow_nan=False), st.floats(allow_nan=False))
+def test_a_member_is_found_as_its_column_rounds_it(dtype: str, member: float, other: float) -> None:
+    with np.errstate(all="ignore"):
+        column = np.array([member, other]).astype(dtype)
+    for condition in ([member], {member, np.nan}, [other, np.float64(member)], member):
+        for part in (column[:1], column):
+            assert may_match(ranges_of({"x": part}), {"x": condition})
+
+
+def test_members_that_are_out_of_the_range_take_no_scan_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    scans: list[Any] = []
+    around(monkeypatch, ranges, "matches", lambda: scans.append(1))
+    text = ranges_of({"x": np.arange(1000, 1100), "y": np.arange(0.5, 1)})
+    for members in (range(1000), set(range(1100, 2000)), np.arange(999.0), [10**30, -1, np.nan]):
+        assert not may_match(text, {"x": members})
+    assert not scans
+    assert may_match(text, {"x": range(3000), "y": np.arange(3000) / 2})
+    assert len(scans) < 10
+
+
+@pytest.mark.parametrize("members", [["a"], [1, "a"], {1, None}, [5, [1]], {"a": 1}, "a"])
+def test_members_that_are_no_numbers_are_refused(members: Any) -> None:
+    with pytest.raises(SchemaError, match="filter 'x'"):
+        may_match(ranges_of({"x": np.arange(9)}), {"x": members})
 
 
 def test_what_has_no_order_is_not_told_and_such_shards_are_opened() -> None:
