@@ -65,6 +65,7 @@ from memmap_buffer.remote.ranges import ranges_of
 ROUNDS = 1000  # how often others may be faster
 LOCK_SECONDS, LOCK_PAUSE = 60.0, 0.02
 REUSE_SECONDS = 43200.0  # the age of what a publisher that was killed left, up to which no collector may remove it
+LOOKS = 3  # how often what was sent is looked at: the host may sleep for days between two requests
 SETTLE_SECONDS = 30.0  # longer than a collector's request takes that saw what was written over
 ENTRY = re.compile(r"[0-9]{20}\.(?P<version>[0-9a-f]{32})\.(?P<name>.+)\.json")
 
@@ -226,11 +227,14 @@ def _upload(packed: Path, objects: Objects, name: str) -> tuple[Shard, bytes, di
     contents |= {BLOCKS_FILE: blocks_file(files.count).header + digests.tobytes(), HEAD: head}
     _require_same_buffer(objects, name, shard, there := read_shard(objects, f"{name}/{SHARD}"))
     is_named = there is not None and there.version == shard.version
-    replaced = _send(objects, shard.prefix(name), contents, math.inf if is_named else REUSE_SECONDS)
+    for _ in range(LOOKS):
+        sent, replaced = _send(objects, shard.prefix(name), contents, math.inf if is_named else REUSE_SECONDS)
+        if replaced:
+            settle()
+        if not sent:
+            break
     if marks != {file: storage.folder.marks(file) for file in files.sizes}:
         raise CorruptBufferError(f"{packed}: its files changed while they were sent; publish it again", path=packed)
-    if replaced:
-        settle()
     if there != shard:
         objects.write(f"{name}/{SHARD}", shard.to_json())
     return shard, head, contents
@@ -241,8 +245,13 @@ def settle() -> None:
     time.sleep(SETTLE_SECONDS)
 
 
-def _send(objects: Objects, prefix: str, contents: Mapping[str, bytes | Path], reuse_seconds: float) -> bool:
-    """Have the objects of a version stand in the store; whether some that were older than told were written over."""
+def _send(
+    objects: Objects, prefix: str, contents: Mapping[str, bytes | Path], reuse_seconds: float
+) -> tuple[int, bool]:
+    """Have the objects of a version stand in the store.
+
+    Returns: how many were sent; whether some that were older than told were written over.
+    """
     there, replaced = objects.listing(prefix), False
     sizes = {file: len(c) if isinstance(c, bytes) else c.stat().st_size for file, c in contents.items()}
     missing = []
@@ -254,7 +263,7 @@ def _send(objects: Objects, prefix: str, contents: Mapping[str, bytes | Path], r
             replaced |= is_old
     for file in progress(missing, f"uploading {prefix.partition('/')[0]}", len(missing)):
         objects.write(prefix + file, contents[file])
-    return replaced
+    return len(missing), replaced
 
 
 def _head(storage: Storage) -> bytes:

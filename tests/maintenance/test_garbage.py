@@ -365,6 +365,30 @@ def test_what_is_removed_before_a_shard_is_listed_is_sent_again_then_and_by_the_
     assert contents(url, tmp_path / "back") == expected
 
 
+@pytest.mark.parametrize("file", ["data/x.npy", "blocks.npy", "head.bin"])
+def test_a_publisher_that_sleeps_for_days_while_it_sends_lists_nothing_that_was_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    url, write, gone = f"file://{tmp_path}/url", Objects.write, []
+    publish(record(tmp_path / "one", 3), url)
+    publish(record(tmp_path / "two", 5), url)
+
+    def sleep(self: Objects, path: str, data: Any) -> None:
+        write(self, path, data)
+        if path.startswith("two/") and path.endswith(file) and not gone:
+            make_old(tmp_path / "url", 2)
+            gone.extend(collect_garbage(url, older_than=timedelta(days=1)))
+        if path == "root.json":
+            raise Killed("before it looks once more")
+
+    monkeypatch.setattr(Objects, "write", sleep)
+    with pytest.raises(Killed, match="looks once more"):
+        publish(extend(tmp_path / "two", 7), url)
+    assert gone
+    far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
+    assert [len(far[i]["x"]) for i in range(len(far))] == [3, 5, 1]
+
+
 TIMES: list[tuple[str, Any]] = [
     ("LastModified", lambda seconds: datetime.fromtimestamp(seconds, timezone.utc)),
     ("mtime", lambda seconds: seconds),
