@@ -68,13 +68,13 @@ class EpisodeStream(EpisodeGroup):
         super().__init__(writer, [], size=size)
         self._begin, self._skips_resets = begin, skips_resets
         fields = writer.schema.fields
-        plans = {**{NEXT + name: fields[name] for name in writer.schema.final_names}, **fields}
+        all_fields = {**{NEXT + name: fields[name] for name in writer.schema.final_names}, **fields}
         # What a timestep may give, without the axis of environments and with it: the dtype and the shape of arrays that
         # are stored as they are, and which numbers are.
         self._plans = [
             {
                 name: (field, (*axes, *field.shape), Scalars.of(field.dtype, field.shape))
-                for name, field in plans.items()
+                for name, field in all_fields.items()
             }
             for axes in ((), (size,))
         ]

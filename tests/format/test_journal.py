@@ -329,15 +329,21 @@ def test_a_reader_that_stands_still_while_it_copies_all_records_misses_none(
     writer.close()
 
 
+def followed(folder: Path) -> tuple[ReplayBuffer, Storage]:
+    """The writer of a ring of six, and a reader that follows it."""
+    writer = make(folder, 6)
+    storage = Storage.open(folder, read_only=True)
+    assert len(shown_by(storage)) == 6
+    store(writer, 1)
+    assert len(shown_by(storage)) == 6
+    return writer, storage
+
+
 def test_a_reader_that_is_far_behind_and_stands_still_leaves_out_no_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks for the records that changed, then the writer goes round the ring, and then it takes in these alone."""
-    writer, changed = make(tmp_path / "ring", 6), journal.changed_records
-    storage = Storage.open(tmp_path / "ring", read_only=True)
-    assert len(shown_by(storage)) == 6
-    store(writer, 1)
-    assert len(shown_by(storage)) == 6
+    (writer, storage), changed = followed(tmp_path / "ring"), journal.changed_records
 
     def stand_still(*arguments: Any) -> Any:
         slots = changed(*arguments)
@@ -355,11 +361,7 @@ def test_a_reader_that_is_far_behind_and_stands_still_leaves_out_no_episode(
 def test_a_reader_that_is_far_behind_again_at_each_look_does_not_chase_the_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, changed, looks = make(tmp_path / "ring", 6), journal.changed_records, []
-    storage = Storage.open(tmp_path / "ring", read_only=True)
-    assert len(shown_by(storage)) == 6
-    store(writer, 1)
-    assert len(shown_by(storage)) == 6
+    (writer, storage), changed, looks = followed(tmp_path / "ring"), journal.changed_records, []
 
     def go_on(*arguments: Any) -> Any:
         slots = changed(*arguments)

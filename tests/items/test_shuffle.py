@@ -65,18 +65,6 @@ class TestPermutation:
         assert len(np.unique(went)) == len(went)
         assert 0 <= went.min() <= went.max() < n
 
-    @examples(200)
-    @given(st.integers(1, 700), st.integers(1, 40), st.integers(1, 20), st.integers(0, 99))
-    def test_the_first_window_begins_with_the_head_of_each_of_its_blocks(self, n, block, blocks, seed):
-        shuffle = BlockShuffle(n, block, block * blocks, seed)
-        order, head = shuffle(np.arange(min(n, block * blocks))), block // HEADS
-        whole = (len(order) // block) * head
-        expected = [(low + i) % n for low, high in shuffle.places(0) for i in range(head) if high - low >= block]
-        assert whole - len(expected) in (0, head)  # the block that runs over the end is two places
-        assert set(expected) <= set(order[:whole].tolist())
-        if whole > 50:
-            assert (np.diff(order[:whole]) != 1).mean() > 0.5  # they are mixed
-
     def test_a_position_goes_where_it_goes_whatever_is_asked_with_it(self):
         permutation = Permutation(1000, 5)
         alone = [int(permutation(np.array([i]))[0]) for i in range(1000)]

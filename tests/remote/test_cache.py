@@ -268,11 +268,14 @@ def test_only_a_cache_is_emptied_and_only_what_is_its_own(place: Path, tmp_path:
     for name in ("heads/policy.bin", "usage", "locks"):  # of another program; a published root has `heads`, too
         (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "mine" / name).write_bytes(b"mine")
+    (tmp_path / "root").mkdir()
+    for name in ("root.json", "bound"):
+        (tmp_path / "root" / name).write_bytes(b"0")
     before = {
         path: path.read_bytes() for path in (*(tmp_path / "mine").rglob("*.bin"), *(place / "far").rglob("*.bin"))
     }
     for call in (cache_contents, check_cache, clear_cache):
-        for other in (tmp_path / "mine", place / "far", place):
+        for other in (tmp_path / "mine", place / "far", place, tmp_path / "root"):
             with pytest.raises(NotABufferError, match="there is no cache of what was read by URLs"):
                 call(other)
     assert {path: path.read_bytes() for path in before} == before
