@@ -866,7 +866,7 @@ class Writer:
             for part in files.raise_flag(slots, DELETED):
                 self._slots.hide_all(part)
             files.barriers("/episodes")
-            if len(slots) <= TOLD:
+            if 0 < len(slots) <= TOLD:  # of none: every reader looks, also at whether the folder is still its buffer
                 files.announce(0, slots)
         finally:
             files.catch_up()

@@ -29,6 +29,8 @@ from memmap_buffer import (
     ReadOnlyError,
     ReplayBuffer,
     SchemaError,
+    SchemaMismatchError,
+    WriterLostError,
     verify,
 )
 from memmap_buffer.format import journal
@@ -299,6 +301,21 @@ def test_readers_of_one_deleted_episode_look_at_no_other(tmp_path, monkeypatch, 
         kept = [value for value in range(39) if value not in (0, 3, 21)]
         assert ys(buffer) == ys(reader) == [[value] * 2 for value in kept]
         assert max(looked) == 3
+
+
+def test_to_delete_no_episode_has_every_reader_look_at_its_folder_again(tmp_path):
+    """An import that replaces a folder tells those who read it in this way."""
+    with make(tmp_path / "a") as buffer:
+        buffer.store_episode(**whole(0))
+        reader = ReplayBuffer.from_folder(tmp_path / "a", read_only=True)
+        make(tmp_path / "b").close()
+        buffer.delete([])
+        (tmp_path / "a").rename(tmp_path / "before")
+        (tmp_path / "b").rename(tmp_path / "a")
+        with pytest.raises(SchemaMismatchError, match="another buffer took its place"):
+            reader.episode(0)
+        with suppress(WriterLostError):
+            buffer.close()
 
 
 def test_what_lies_between_deleted_episodes_stays_as_it_is(tmp_path):
