@@ -362,7 +362,7 @@ class Journal:
             dropped.append(start - table.start.item(slot))
             added.append(stop - before)
         trimmed = any(dropped)
-        if self._shared:
+        if not self._shared.isdisjoint(_STEPS):
             self._own(_STEPS if trimmed else ("length",))
         table = self.table
         for slot, start, stop in shown:

@@ -39,19 +39,66 @@ class FolderTable(NamedTuple):
     table: EpisodeTable
 
 
-@dataclass(frozen=True, eq=False)
-class Index:
-    """The anchors of one moment: run r has those with t = min(first + i * stride, last), i < count.
+class AnchorRuns:
+    """Anchors as runs: run r has those with t = min(first + i * stride, last), i < starts[r + 1] - starts[r].
 
     Attributes:
         slot, serial, first: (R,) int64.
-        starts: (R + 1,) how many anchors the runs before have, in all.
+        starts: (R + 1,) how many anchors the runs before have, in all, counted from any number.
         stride: of every run.
         folder: (R,) the number of each run's folder, or None for a single folder; ascending.
         last: (R,) or None.
+        streams: of each folder by its number, which episode follows which, where items run on; else None.
+        changes: the change counter of the one folder at which all of these anchors were shown; None: nobody knows.
+    """
+
+    slot: IntArray
+    serial: IntArray
+    first: IntArray
+    starts: IntArray
+    stride: int = 1
+    folder: IntArray | None = None
+    last: IntArray | None = None
+    streams: Mapping[int, Streams] | None = None
+    changes: int | None = None
+
+    def __len__(self) -> int:
+        return self.starts.item(-1) - self.starts.item(0)
+
+    def draw(self, count: int, rng: np.random.Generator) -> Anchors:
+        """`count` anchors drawn uniformly, with replacement."""
+        number = rng.random(count)
+        number *= self.starts.item(-1) - self.starts.item(0)  # below it for any number below 1
+        return self.locate(number.astype(np.int64))
+
+    def locate(self, i: IntArray) -> Anchors:
+        """The anchors number `i`, (B,) int64 in [0, len)."""
+        starts = self.starts
+        i = i + starts.item(0)
+        run = starts.searchsorted(i, "right") - 1 if i.size < MANY else self._run_of_each(i)
+        i -= starts.take(run)
+        if self.stride != 1:
+            i *= self.stride
+        i += self.first.take(run)
+        if self.last is not None:
+            np.minimum(i, self.last.take(run), out=i)
+        folder = None if self.folder is None else self.folder.take(run)
+        anchors = Anchors(folder, self.slot.take(run), self.serial.take(run), i)
+        return anchors if self.streams is None else followed(self.streams, anchors)
+
+    def _run_of_each(self, i: IntArray) -> IntArray:
+        """The run of each of many anchors."""
+        return self.starts.searchsorted(i, "right") - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Index(AnchorRuns):
+    """The anchors of one moment, of any folders.
+
+    Attributes:
+        slot, serial, first, starts, stride, folder, last, streams: see `AnchorRuns`; `starts` begin at 0.
         weight_sums: (R + 1,) the weight that the runs before have, in all; None where every anchor counts the same.
         tables: of each folder, by ascending numbers, what it was made of; () where that is not known.
-        streams: of each folder by its number, which episode follows which, where items run on; else None.
     """
 
     slot: IntArray
@@ -64,9 +111,6 @@ class Index:
     weight_sums: FloatArray | None = None
     tables: tuple[FolderTable, ...] = ()
     streams: Mapping[int, Streams] | None = None
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process: the runs, which it maps if it is just being started, and not what they were made of."""
@@ -141,8 +185,8 @@ class Index:
         return np.asarray(self.starts[run] + np.clip(within.astype(np.int64), 0, count - 1))
 
     def draw(self, count: int, rng: np.random.Generator) -> Anchors:
-        """`count` anchors drawn with replacement: uniformly, or by weight if they have one."""
-        return self.locate(self.pick(rng.random(count)))
+        """`count` anchors drawn with replacement: by weight if they have one, else uniformly."""
+        return super().draw(count, rng) if self.weight_sums is None else self.locate(self.pick(rng.random(count)))
 
     def draw_like(self, anchors: Anchors, rng: np.random.Generator) -> Anchors:
         """As many anchors from each folder as before; from any folder for one that has none left."""
@@ -157,16 +201,6 @@ class Index:
         """A number that differs for other anchors or weights; the same in every process."""
         arrays = (self.serial, self.first, self.starts, *(() if self.weight_sums is None else (self.weight_sums,)))
         return reduce(lambda digest, array: crc32(np.ascontiguousarray(array), digest), arrays, 0)
-
-    def locate(self, i: IntArray) -> Anchors:
-        """The anchors number `i`, (B,) int64 in [0, len)."""
-        run = np.searchsorted(self.starts, i, side="right") - 1 if i.size < MANY else self._runs(i)
-        t = i - self.starts.take(run)
-        t = self.first.take(run) + (t if self.stride == 1 else t * self.stride)
-        if self.last is not None:
-            t = np.minimum(t, self.last.take(run))
-        folder = None if self.folder is None else self.folder.take(run)
-        return self.followed(Anchors(folder, self.slot.take(run), self.serial.take(run), t))
 
     def followed(self, anchors: Anchors) -> Anchors:
         """Anchors of it, with the episodes that their items run on into, if they do."""
@@ -200,7 +234,7 @@ class Index:
             there &= self.folder.take(run) == folder  # type: ignore[union-attr]
         return Anchors(folder, self.slot.take(run), serial, t), there
 
-    def _runs(self, i: IntArray) -> IntArray:
+    def _run_of_each(self, i: IntArray) -> IntArray:
         """The run of each of many anchors: a few steps on from the first of its bucket."""
         shift, first = self._buckets
         run, ends = first.take(i >> shift).astype(np.int64), self.starts[1:]

@@ -12,13 +12,13 @@ import numpy as np
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.journal import Change
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.items.index import AnchorRuns
 from memmap_buffer.items.selection import Selection
-from memmap_buffer.items.streams import Streams, followed
-from memmap_buffer.views.anchors import Anchors
+from memmap_buffer.items.streams import Streams
 from memmap_buffer.views.folders import Folders
 
 
-class LiveIndex:
+class LiveIndex(AnchorRuns):
     """The anchors of the episodes that a folder shows, one run each: run r is of entry r of the journal's `order`.
 
     Args:
@@ -26,25 +26,27 @@ class LiveIndex:
         folders: the one folder.
 
     Attributes:
+        slot, serial, first, starts, stride, streams: see `AnchorRuns`; as of the last `follow`.
+        changes: the change counter to which it was followed, -1 in the middle of it.
+        num_anchors: how many there are.
         storage: the folder.
         made: how often it was made anew.
-        num_anchors: how many there are.
         mark: of the journal, up to which it was followed.
-        changes: the change counter to which it was followed, -1 in the middle of it.
     """
+
+    changes: int = -1
+    num_anchors = 0
 
     def __init__(self, selection: Selection, folders: Folders) -> None:
         self.storage: Storage = folders.storages[0]
+        self.stride = selection.view.stride
         self.made = 0
         self._selection = selection
         self._journal, self.mark = self.storage.journal, 0
-        self._order = self._journal.order  # as of the last `follow`
-        self.changes = -1
         self._by_steps = selection.by_steps(folders.schema)
         self._streams: Streams | None = None
         self._whole = False
-        self._stride = selection.view.stride
-        self._low = self._high = self.num_anchors = 0  # the runs that count, and how many anchors they have
+        self._low = self._high = 0  # the entries of the journal's `order` that count
 
     @staticmethod
     def follows(selection: Selection, folders: Folders) -> bool:
@@ -54,9 +56,6 @@ class LiveIndex:
         storage = folders.storages[0]
         return folders.single and storage.layout.writable and not folders.mirrored
 
-    def __len__(self) -> int:
-        return self.num_anchors
-
     def follow(self) -> bool:
         """Take in what changed; False where only an `Index` can tell."""
         if self.changes >= 0 and self._journal.is_current(self.storage, self.mark):
@@ -64,33 +63,15 @@ class LiveIndex:
         whole, self._whole, self.changes = self._whole, False, -1  # whatever interrupts it, it is made anew then
         with self._journal.lock:
             change = self._journal.follow(self.storage, self.mark)
-            self._order = self._journal.order
             followed = whole and change.slots is not None
             followed = followed and (self._take_in_steps(change) or self._take_in(change.slots))  # type: ignore[arg-type]
             self._whole = followed or self._begin()
-            self.num_anchors = self._starts.item(self._high) - self._starts.item(self._low)
+            low, high, starts = self._low, self._high, self._starts
+            self.serial, self.slot = self._journal.order[:, low:high]
+            self.first, self.starts = self._first[low:high], starts[low : high + 1]
+            self.num_anchors = starts.item(high) - starts.item(low)
             self.mark, self.changes = change.mark, self._journal.version  # type: ignore[assignment]
         return self._whole
-
-    def draw(self, count: int, rng: np.random.Generator) -> Anchors:
-        """`count` anchors drawn uniformly, with replacement: those that an `Index` would draw."""
-        number = rng.random(count)
-        number *= self.num_anchors  # below it for any number below 1
-        return self.locate(number.astype(np.int64))
-
-    def locate(self, i: IntArray) -> Anchors:
-        """The anchors number `i`, (B,) int64 in [0, num_anchors)."""
-        low, starts, stride = self._low, self._starts, self._stride
-        i = i + starts.item(low)
-        run = starts[low + 1 : self._high + 1].searchsorted(i, "right")
-        run += low
-        i -= starts.take(run)
-        if stride != 1:
-            i *= stride
-        i += self._first.take(run)
-        serials, slots = self._order
-        anchors = Anchors(None, slots.take(run), serials.take(run), i)
-        return anchors if self._streams is None else followed({0: self._streams}, anchors)
 
     def _begin(self) -> bool:
         """Make it of all visible episodes."""
@@ -100,6 +81,7 @@ class LiveIndex:
         self._run_of = np.full(len(episodes.table.serial), -1)
         self._low = self._high = episodes.head
         self._streams = self._selection.no_streams(episodes.table) if self._selection.in_streams else None
+        self.streams = None if self._streams is None else {0: self._streams}
         self.made += 1
         return self._take_in(np.flatnonzero(episodes.shown))
 
@@ -152,7 +134,7 @@ class LiveIndex:
             shown = np.union1d(shown, others)
         shown_runs = self._selection.runs_of(0, self.storage, episodes.table, shown)
         if streams is not None:
-            shown_runs = streams.fitting(shown_runs, self._stride)
+            shown_runs = streams.fitting(shown_runs, self.stride)
         if shown_runs.last is not None or episodes.has_inner_end(slots):
             return False
         runs, theirs = self._run_of.take(shown_runs.slot), self._run_of.take(shown)

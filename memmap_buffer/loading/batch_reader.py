@@ -16,7 +16,7 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.syscalls import process_id
-from memmap_buffer.items.index import Index
+from memmap_buffer.items.index import AnchorRuns, Index
 from memmap_buffer.items.marked import Watch
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.loading.options import Output, parse, selection_of
@@ -151,7 +151,7 @@ class BatchReader:
             return False
         return all(storage.verify != "read" for storage in self.folders.storages)
 
-    def require(self, index: Index) -> None:
+    def require(self, index: AnchorRuns) -> None:
         """Raise NotEnoughDataError where an index has no items."""
         if not len(index):
             raise self.nothing_to_read()

@@ -12,7 +12,7 @@ import numpy as np
 
 from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, SchemaError
 from memmap_buffer.format.syscalls import renew_after_fork
-from memmap_buffer.items.index import Index
+from memmap_buffer.items.index import AnchorRuns, Index
 from memmap_buffer.items.live_index import LiveIndex
 from memmap_buffer.items.shuffle import Quota
 from memmap_buffer.loading.batch_reader import BatchReader
@@ -97,6 +97,7 @@ class UniformSampler:
             StaleEpisodeError: see `BatchReader.read`.
         """
         records: Found | Anchors
+        source: AnchorRuns
         with self._turn:
             live = self._live
             if live is None and self._may_follow:
@@ -144,22 +145,26 @@ class UniformSampler:
                 self._block = block
         return self.reader.read(block.unread.where(slice(batch_size))) if first is None else first  # type: ignore[union-attr]
 
-    def _draw(self, source: LiveIndex | Index, count: int, rng: np.random.Generator, position: int) -> Found:
+    def _draw(self, source: AnchorRuns, count: int, rng: np.random.Generator, position: int) -> Found:
         """Anchors with the records of their episodes; the first has this position among all that were drawn."""
-        reader = self.reader
-        if isinstance(source, LiveIndex):
-            anchors = source.draw(count, rng)
-            anchors = reader.crop(anchors, lambda: rng) if reader.selection.random else anchors
-            return reader.folders.at(anchors, source.changes)
-        reader.require(source)
+        if source.changes is None:  # of a `LiveIndex` it was seen that there are some
+            self.reader.require(source)
         if self._quota is None:
-            return reader.folders.find(reader.crop(source.draw(count, rng), lambda: rng))
+            return self._with_records(source, source.draw(count, rng), rng)
+        assert isinstance(source, Index)
         folder, _ = self._quota.turns(np.arange(position, position + count))
         chosen = np.empty(count, np.int64)
-        for number, (low, high) in enumerate(pairwise(folder_bounds(reader, source, self._quota.folders))):
+        for number, (low, high) in enumerate(pairwise(folder_bounds(self.reader, source, self._quota.folders))):
             mine = np.flatnonzero(folder == number)
             chosen[mine] = source.pick(rng.random(len(mine)), low, high)
-        return reader.folders.find(reader.crop(source.locate(chosen), lambda: rng))
+        return self._with_records(source, source.locate(chosen), rng)
+
+    def _with_records(self, source: AnchorRuns, anchors: Anchors, rng: np.random.Generator) -> Found:
+        """Anchors that were drawn, with the records of their episodes."""
+        reader, changes = self.reader, source.changes
+        if reader.selection.random:
+            anchors = reader.crop(anchors, lambda: rng)
+        return reader.folders.find(anchors) if changes is None else reader.folders.at(anchors, changes)
 
     def _begin_to_follow(self) -> LiveIndex | None:
         """The anchors of the one folder, at the cost of what changes; None as long as an index tells of them."""
@@ -173,20 +178,16 @@ class UniformSampler:
         """A batch, no item of which is there twice. Raises NotEnoughDataError: there are not so many."""
         return self.next(batch_size, rng, alone=True, distinct=True)
 
-    def _draw_distinct(self, source: LiveIndex | Index, count: int, rng: np.random.Generator) -> Found:
-        reader, weighted = self.reader, self._quota is not None
-        if isinstance(source, Index):
-            reader.require(source)
-            weighted = weighted or source.weight_sums is not None
-        if weighted:
+    def _draw_distinct(self, source: AnchorRuns, count: int, rng: np.random.Generator) -> Found:
+        items = len(source)
+        self.reader.require(source)
+        if self._quota is not None or (isinstance(source, Index) and source.weight_sums is not None):
             raise SchemaError("replacement=False draws every item alike; leave out weights and weight_by")
-        if count > len(source):
-            path = reader.folders.storages[0].path
-            text = f"{path}: replacement=False: got batch_size {count}, there are {len(source)} items; lower it"
-            raise NotEnoughDataError(text, items=len(source))
-        numbers = rng.choice(len(source), count, replace=False)
-        anchors = reader.crop(source.locate(numbers), lambda: rng)
-        return reader.folders.find(anchors) if isinstance(source, Index) else reader.folders.at(anchors, source.changes)
+        if count > items:
+            path = self.reader.folders.storages[0].path
+            text = f"{path}: replacement=False: got batch_size {count}, there are {items} items; lower it"
+            raise NotEnoughDataError(text, items=items)
+        return self._with_records(source, source.locate(rng.choice(items, count, replace=False)), rng)
 
 
 def folder_bounds(reader: BatchReader, index: Index, num_folders: int) -> list[int]:
