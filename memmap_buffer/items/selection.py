@@ -429,6 +429,9 @@ class _Parts(NamedTuple):
 def _parts(storage: Storage, episodes: Runs, start: IntArray, inner: IntArray, ends: Ends) -> _Parts:
     """The parts of episodes (E,) from `start` on, those at positions `inner` cut: their columns of `ends` are read."""
     slots, serials, length = episodes.slot, episodes.serial, episodes.count
+    if not len(inner):
+        last = np.ones(len(slots), np.bool_)
+        return _Parts(np.arange(len(slots)), start, length, last, ~last)
     numbers, stops, ended = [np.arange(len(slots))], [length], [np.zeros(len(slots), np.bool_)]
     for i in inner.tolist():
         is_end, terminated = np.zeros((2, int(length[i]) - 1), np.bool_)

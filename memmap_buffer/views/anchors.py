@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from memmap_buffer.format.records import STOP, Words
 
 BoolArray = npt.NDArray[np.bool_]
 GOLDEN = 0x9E3779B97F4A7C15
-_COLUMNS = attrgetter("slot", "serial", "first", "count", "last")
 
 
 class Anchors(NamedTuple):
@@ -119,8 +117,7 @@ class MixedAnchors:
         return MixedAnchors(np.concatenate([batch.source for batch in batches]), tuple(map(Anchors.joined, parts)))
 
 
-@dataclass(frozen=True)
-class Runs:
+class Runs(NamedTuple):
     """Runs of anchors of one folder: run r has t = min(first + i * stride, last) for i < count; a view has one stride.
 
     Attributes:
@@ -131,12 +128,12 @@ class Runs:
     slot: IntArray
     serial: IntArray
     first: IntArray
-    count: IntArray
+    count: IntArray  # type: ignore[assignment]  # in the place of a method of tuples
     last: IntArray | None = None
 
     def replaced(self, **columns: IntArray) -> Runs:
         """Other anchors of the same episodes."""
-        return replace(self, **columns)
+        return self._replace(**columns)
 
     def where(self, chosen: IntArray | slice) -> Runs:
         """The runs at an index array or a slice."""
@@ -149,7 +146,7 @@ class Runs:
         parts = [part for part in parts if len(part.slot)] or parts[:1]
         if len(parts) == 1:
             return parts[0]
-        columns = zip(*map(_COLUMNS, parts), strict=True)
+        columns = zip(*parts, strict=True)
         return Runs(*[None if column[0] is None else np.concatenate(column) for column in columns])  # type: ignore[arg-type]
 
 

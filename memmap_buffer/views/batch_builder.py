@@ -7,6 +7,7 @@ then copies these rows, and `fresh` tells whether every episode is still what it
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +48,7 @@ class Ends(NamedTuple):
     after: int = 1
 
     @classmethod
+    @lru_cache(maxsize=128)
     def of(cls, schema: Schema, terminated: str | None = DECLARED, *, before: int = 0, after: int = 1) -> Ends:
         """By a field; default: the one that was declared."""
         name = schema.terminated if terminated == DECLARED else terminated
