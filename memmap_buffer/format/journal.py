@@ -173,8 +173,9 @@ class Journal:
 
     def has_inner_end(self, slots: IntArray) -> bool:
         """Whether a visible episode in slots (B,) may have an end of an episode marked before its last step."""
-        shown = slots[self.shown.take(slots)]
-        return bool(np.bitwise_or.reduce(self.table.flags.take(shown), initial=0) & INNER_END)
+        table = self.table
+        flags = table.of(table.flags, slots) * table.of(self.shown, slots)
+        return bool(np.bitwise_or.reduce(flags, initial=0) & INNER_END)
 
     def pairs(self, slots: IntArray) -> list[tuple[int, int]] | IntArray:
         """(n, 2): the serial + 1 of each slot, and its shown steps as start | stop << 32; zeros where it shows none.

@@ -126,7 +126,7 @@ class LiveIndex(AnchorRuns):
         self._starts[self._high + 1 : episodes.tail + 1] = self._starts[self._high]
         self._run_of[new] = np.arange(self._high, episodes.tail)
         self._high = episodes.tail
-        shown, streams = slots[episodes.shown.take(slots)], self._streams
+        shown, streams = slots[episodes.table.of(episodes.shown, slots)], self._streams
         if streams is not None:
             others = self._selection.follow(streams, self.storage, episodes.table, slots, shown)
             if others is None:
