@@ -1,4 +1,7 @@
-"""Batches that a thread makes ahead and moves to a device. The copy of rows releases the GIL, so a thread is enough."""
+"""Batches that a thread makes ahead and moves to a device. The copy of rows releases the GIL, so a thread is enough.
+
+Read `Prefetched` first, the iterator that `datasets.EpisodeLoader` returns when it prefetches. Its thread runs `_make`.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,21 @@ import torch
 from memmap_buffer.loading.transport import map_leaves
 
 Device = torch.device | str | int | None
-JOIN_SECONDS = 5.0  # how long a loop that is left waits for the batch that is being made
+JOIN_SECONDS = 5.0  # the longest that an abandoned iterator waits for the batch which its thread is making
 
 
 def to_device(batch: Any, device: Device) -> Any:
-    """A batch, however nested, on a device; pinned memory is copied without waiting."""
+    """A batch, however nested, on a device; pinned memory is copied asynchronously."""
     return map_leaves(batch, torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 class Move:
-    """Moves batches to a device from one thread for another; on a GPU beside its computations.
+    """Moves batches to a device: `start` in the prefetching thread, `finish` in the thread that uses the batch.
+
+    On a GPU the copies run on a stream of their own, beside the computations.
 
     Args:
-        device: where to; None leaves them where they are.
+        device: the target; None leaves batches where they are.
     """
 
     def __init__(self, device: Device) -> None:
@@ -35,7 +40,7 @@ class Move:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def start(self, batch: Any) -> tuple[Any, Any]:
-        """The batch on the device, and the event after which it is complete."""
+        """(the batch on the device, the CUDA event after which it is complete, or None)."""
         if self._device is None:
             return batch, None
         if self._stream is None:
@@ -44,7 +49,7 @@ class Move:
             return to_device(batch, self._device), self._stream.record_event()
 
     def finish(self, batch: Any, event: Any) -> Any:
-        """The batch, in the order of this thread's stream."""
+        """The batch, with this thread's current stream waiting for the copy."""
         if event is None or self._stream is None:
             return batch
         stream = torch.cuda.current_stream(self._stream.device)
@@ -60,20 +65,20 @@ class Move:
 class Prefetched:
     """An iterator whose next items are made by a thread, in the same order.
 
-    The thread begins with the first item that is asked for and ends with the last, or with this object: when a loop is
-    left, when it is collected, or when the interpreter exits. An exception of the source is raised here, with its
-    traceback, in the place of the item that it prevented.
+    The thread starts when the first item is asked for. It ends after the last item, at `close`, when this object is
+    collected (as when a loop breaks), or when the interpreter exits. An exception of the source is raised by
+    `__next__`, with its traceback, in the place of the item that was not made.
 
     Args:
-        source: an iterator, which the thread alone uses.
+        source: an iterator, used by the thread alone.
         count: how many items are kept ready.
-        move: moves them to a device.
+        move: moves the items to a device.
     """
 
     def __init__(self, source: Iterator[Any], count: int, move: Move) -> None:
         self._move = move
         self._ready: SimpleQueue[tuple[Any, Any, BaseException | None]] = SimpleQueue()
-        # One entry for each item that may be made, False to stop. A SimpleQueue may be put to from a finaliser.
+        # True for each item that may be made, False to stop. A SimpleQueue, as a finaliser may `put` to it safely.
         self._wanted: SimpleQueue[bool] = SimpleQueue()
         for _ in range(count):
             self._wanted.put(True)
@@ -86,10 +91,10 @@ class Prefetched:
         )
         self._stop = weakref.finalize(self, _stop, self._thread, self._wanted, stopped)
         self._stop.atexit = False
-        _every.add(self)
+        _not_collected.add(self)
 
     def close(self) -> None:
-        """End here; the item that the thread is making is waited for. Closing twice is fine."""
+        """End the thread, after the item that it is making. Closing twice is fine."""
         thread, self._thread = self._thread, None
         self._stop()
         if thread is not None and thread.ident is not None:
@@ -115,13 +120,13 @@ class Prefetched:
             del error  # its traceback refers to this frame
 
 
-_every: weakref.WeakSet[Prefetched] = weakref.WeakSet()
+_not_collected: weakref.WeakSet[Prefetched] = weakref.WeakSet()
 
 
-@atexit.register  # after the import of PyTorch, so called before the workers are ended that a thread may wait for
+@atexit.register  # after the import of PyTorch, so called before PyTorch ends the workers that a thread waits for
 def _stop_all() -> None:
-    for ahead in list(_every):
-        ahead._stop()
+    for prefetched in list(_not_collected):
+        prefetched._stop()
 
 
 def _make(
@@ -132,30 +137,30 @@ def _make(
     stopped: list[bool],
     gpu: int | None,
 ) -> None:
-    """The thread: it refers to nothing that could keep its iterator alive."""
+    """Body of the thread. No argument refers to the `Prefetched`, which could then never be collected."""
     if gpu is not None:
-        torch.cuda.set_device(gpu)  # each thread has its own, and pinning makes a context on it
+        torch.cuda.set_device(gpu)  # the current device is per thread, and pinning makes a context on it
     item: tuple[Any, Any, BaseException | None]
     while wanted.get() and not stopped:
         try:
             item = (*move.start(next(source)), None)
         except BaseException as error:
             item = (None, None, error)
-        ended = _is_end(item[2])
+        is_over = _is_end(item[2])
         ready.put(item)
         del item  # not held while the next one is made
-        if ended:
+        if is_over:
             return
 
 
 def _is_end(error: BaseException | None) -> bool:
-    """Whether the source is at its end; after an error of one batch there may be others, as without a thread."""
+    """Whether the source gives no more items: at its end or an interrupt. After an `Exception` it may give others."""
     return isinstance(error, StopIteration) or not (error is None or isinstance(error, Exception))
 
 
 def _stop(thread: threading.Thread, wanted: SimpleQueue[bool], stopped: list[bool]) -> None:
     stopped.append(True)
     wanted.put(False)
-    # A collection may end the iterator from any thread, its own included.
+    # The garbage collector may run this in any thread, the prefetching one included.
     if thread.ident is not None and thread is not threading.current_thread():
         thread.join(JOIN_SECONDS)

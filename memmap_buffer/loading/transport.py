@@ -1,10 +1,11 @@
 """How batches cross from a worker process: several in one block of shared memory, and the block is used again.
 
 PyTorch sends each tensor as a shared-memory file of its own, opened, mapped, faulted in and unmapped on both sides,
-which costs more than reading it did. Here a task is several batches. The worker copies all their tensors into one block
-and sends the batches with a `Leaf` in the place of each tensor; the block's file crosses the first time only. The
-block's first byte says whether the main process still refers to it, and is cleared there when the last view dies; so a
-worker never writes into a block that anybody sees, and neither side waits.
+which takes longer than reading the tensor. Here a task is several batches. The worker (`Carrier`) copies all their
+tensors into one block, and sends the batches with a `Leaf` in the place of each tensor; the block's file crosses the
+first time only. The main process (`Arrivals`) makes tensors that are views of the block. The block's first byte is 1
+while any view lives, and the main process clears it when the last one dies: so a worker never writes into a block that
+is in use, and neither side waits. `datasets.EpisodeLoader` makes both ends.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from memmap_buffer.format.syscalls import process_id
 from memmap_buffer.views.gather import RaggedRows
 from memmap_buffer.views.memory_pool import ALIGN, array_over
 
-TASK_BATCHES = 16  # how many batches cross together at most: 10,600 a second, one at a time 1,200
-TASK_BYTES = 1 << 20  # how many bytes cross together at most, so that large batches still come one by one
-WORKER_TASKS = 8  # tasks that every worker has in an epoch at least, which makes tasks smaller: none is left waiting
-SENT = frozenset(np.dtype(name) for name in NUMERIC if name != "bfloat16")  # arrays that cross as tensors do
-SPARE = 2  # blocks that lie unused in a worker
+TASK_BATCHES = 16  # the most batches that cross together: 10,600 batches a second, and 1,200 one at a time
+TASK_BYTES = 1 << 20  # the most bytes that cross together: larger batches cross one by one
+WORKER_TASKS = 8  # the fewest tasks of each worker in an epoch, so that all end at about the same time
+SENT = frozenset(np.dtype(name) for name in NUMERIC if name != "bfloat16")  # dtypes of arrays that cross in blocks
+SPARE = 2  # the unused blocks that a worker keeps
 
 
 def map_leaves(data: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """A batch with every leaf of a kind changed; dicts, lists, tuples and named tuples are gone through."""
+    """A batch with `change` applied to each `kind` object in it, within dicts, lists, tuples and named tuples too."""
     if isinstance(data, kind):
         return change(data)
     if type(data) is dict:
@@ -45,7 +46,7 @@ def map_leaves(data: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         clone.update((key, map_leaves(value, kind, change)) for key, value in data.items())
         return clone
     if type(data) in (list, RaggedRows):
-        text = data and type(data[0]) is str  # a text field, one str a row
+        text = data and type(data[0]) is str  # a text field has one str a row
         return data if text else type(data)(map_leaves(value, kind, change) for value in data)
     if isinstance(data, tuple):
         values = (map_leaves(value, kind, change) for value in data)
@@ -54,13 +55,13 @@ def map_leaves(data: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 class Leaf:
-    """The place of a tensor in its block; no tuple, so that none of a user's is taken for one.
+    """The place of a tensor in its block. It is no tuple, so that no tuple in a user's batch is taken for one.
 
     Args:
-        dtype: of the tensor.
-        start: of the tensor in the block, in its own elements, not bytes.
-        shape: of the tensor.
-        stride: of the tensor.
+        dtype: the tensor's dtype.
+        start: the offset of the tensor in the block, in elements of that dtype.
+        shape: the tensor's shape.
+        stride: the tensor's strides, in elements.
     """
 
     __slots__ = ("dtype", "shape", "start", "stride")
@@ -73,25 +74,25 @@ class Leaf:
 
 
 class ArrayLeaf(Leaf):
-    """The place of an array."""
+    """The place of a numpy array, which becomes an array again on arrival."""
 
     __slots__ = ()
 
 
 class Task(NamedTuple):
-    """Work for a worker: the anchors of some batches, and the epoch of this loader that they belong to."""
+    """Work for a worker: the anchors of several batches, and how many epochs the loader had begun by then."""
 
     epoch: int
     batches: Sequence[Any]
 
 
 class Tasks:
-    """The batches of a sampler, several a task: as many as their size allows, once one was seen.
+    """The batches of a sampler, grouped into tasks: one batch a task, until `learn` has told how large batches are.
 
     Args:
-        sampler: any batch sampler, which has a length.
-        workers: how many share an epoch's tasks.
-        most: batches a task at most.
+        sampler: a batch sampler with a length.
+        workers: the number of processes that share an epoch's tasks.
+        most: the most batches of a task.
     """
 
     def __init__(self, sampler: Any, workers: int, most: int = TASK_BATCHES) -> None:
@@ -109,20 +110,20 @@ class Tasks:
             yield Task(self._epoch, group)
 
     def learn(self, nbytes: int) -> None:
-        """Note how many bytes a batch takes."""
+        """Set the size of the next tasks by the bytes of one batch."""
         self._size = max(1, min(self._most, TASK_BYTES // max(nbytes, 1)))
 
 
 class Shipment(NamedTuple):
-    """A task's batches on their way.
+    """A task's batches on their way to the main process.
 
     Args:
         worker: the number of the process that sends them.
-        block: the number of the block that they are packed in.
-        nbytes: how many bytes of it they take.
-        memory: the block itself, the first time; None afterwards.
-        dropped: the numbers of blocks that the worker let go of.
-        batches: each packed, or the exception that it raised.
+        block: the worker's number of the block that holds their tensors.
+        nbytes: the bytes of the block that are in use.
+        memory: the block itself, when it is sent for the first time; else None.
+        dropped: the numbers of blocks that the worker has freed.
+        batches: each batch with a `Leaf` for each tensor, or the exception that was raised in its place.
     """
 
     worker: int
@@ -137,7 +138,7 @@ class Carrier(Dataset[Shipment]):
     """The dataset of the worker processes: a task in, a shipment out.
 
     Args:
-        dataset: reads batches by `__getitems__`; a process that is started gets what its `by_anchors` gives.
+        dataset: reads a batch by `__getitems__`. A worker gets the copy that `dataset.by_anchors()` makes.
         collate: the loader's collate function.
     """
 
@@ -152,7 +153,7 @@ class Carrier(Dataset[Shipment]):
 
     def __getitems__(self, task: Task) -> Shipment:
         if task.epoch != self._epoch:
-            # Shipments of an epoch that was given up are thrown away unseen, so their blocks never come back.
+            # The main process drops the shipments of an abandoned epoch unopened, so their blocks never come back.
             self._blocks, self._epoch = Blocks(), task.epoch
         info = get_worker_info()
         number = 0 if info is None else info.id
@@ -166,24 +167,24 @@ class Carrier(Dataset[Shipment]):
     def _made(self, anchors: Any, worker: int) -> Any:
         try:
             return self._collate(self.dataset.__getitems__(anchors))
-        except Exception:  # raised where the batch is asked for; the others of the task are not lost
+        except Exception:  # `Arrivals` raises it in the place of this batch; the task's other batches are kept
             return ExceptionWrapper(where=f"in DataLoader worker process {worker}")  # type: ignore[no-untyped-call]
 
 
 def unchanged(shipment: Shipment) -> Shipment:
-    """The collate function of a carrier's DataLoader."""
+    """The collate function of a carrier's DataLoader: a shipment is complete already."""
     return shipment
 
 
 class Packing:
-    """Where the tensors of some batches go in one block; the first `ALIGN` bytes of it are the block's own."""
+    """The places of the tensors of several batches in one block, from offset `ALIGN` on: byte 0 is the block's own."""
 
     def __init__(self) -> None:
         self.nbytes = ALIGN
         self._parts: list[tuple[Leaf, torch.Tensor]] = []
 
     def add(self, batch: Any) -> Any:
-        """The batch with a `Leaf` in the place of each array and plain tensor in memory; other tensors stay."""
+        """Reserve places for a batch; returns it with a `Leaf` for each array and plain CPU tensor; others stay."""
         return map_leaves(map_leaves(batch, torch.Tensor, self._leaf), np.ndarray, self._leaf_of_array)
 
     def _leaf_of_array(self, array: npt.NDArray[Any]) -> Any:
@@ -195,14 +196,14 @@ class Packing:
         plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
         if not plain or tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return tensor
-        like = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")  # keeps channels last
+        like = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")  # keeps the memory format
         leaf = kind(tensor.dtype, self.nbytes // tensor.itemsize, tuple(tensor.shape), like.stride())
         self._parts.append((leaf, tensor))
         self.nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
         return leaf
 
     def copy_to(self, memory: torch.Tensor) -> None:
-        """Copy the tensors to their places."""
+        """Copy the tensors to their places in a block, (nbytes,) uint8."""
         place = Unpacking(memory)
         for leaf, tensor in self._parts:
             place.tensor(leaf).copy_(tensor)
@@ -225,21 +226,21 @@ class Unpacking:
 
 
 class Blocks:
-    """A worker's blocks of shared memory, (n,) uint8 each; the first byte is 1 while the other side refers to it."""
+    """A worker's blocks of shared memory, (n,) uint8 each; byte 0 is 1 while the main process refers to the block."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, torch.Tensor] = {}
         self._made = 0
 
     def take(self, nbytes: int) -> tuple[int, torch.Tensor, bool]:
-        """A block of at least `nbytes`: its number, itself, and whether it is new."""
+        """(number, block, whether it is new) of a block of at least `nbytes`, marked as in use."""
         fits = [number for number in self._unused() if self._blocks[number].nbytes >= nbytes]
         if fits:
             number = min(fits, key=lambda n: self._blocks[n].nbytes)
         else:
             self._made += 1
             number = self._made
-            step = 1 << max(nbytes.bit_length() - 4, 12)  # batches of nearly equal length share
+            step = 1 << max(nbytes.bit_length() - 4, 12)  # sizes are rounded up, so that similar batches share a block
             fresh = torch.empty(-(-nbytes // step) * step, dtype=torch.uint8)
             self._blocks[number] = fresh.share_memory_()  # type: ignore[no-untyped-call]
         block = self._blocks[number]
@@ -247,7 +248,7 @@ class Blocks:
         return number, block, not fits
 
     def drop_spare(self) -> tuple[int, ...]:
-        """Let go of unused blocks but for `SPARE`, the smallest first; return their numbers."""
+        """Free unused blocks, the smallest first, until `SPARE` are left; returns the numbers of the freed ones."""
         unused = sorted(self._unused(), key=lambda n: self._blocks[n].nbytes)
         dropped = tuple(unused[: max(0, len(unused) - SPARE)])
         for number in dropped:
@@ -259,12 +260,12 @@ class Blocks:
 
 
 class Arrivals:
-    """The batches of an epoch in this process, as views of the blocks that they came in.
+    """The batches of an epoch in the main process, as views of the blocks that they came in.
 
     Args:
-        shipments: from the workers.
-        tasks: the tasks of the epoch, which learn how large batches are.
-        pin: copy each block to pinned memory.
+        shipments: an iterator over what the workers send.
+        tasks: the tasks of the epoch, which learn here how large batches are.
+        pin: whether each block is copied to pinned memory.
     """
 
     def __init__(self, shipments: Iterator[Shipment], tasks: Tasks, pin: bool) -> None:
@@ -300,13 +301,14 @@ class Arrivals:
 
 
 def lend(block: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The first bytes of a block, whose own first byte is cleared when nothing refers to them any more."""
-    whole = block.numpy()  # here, as while `torch.compile` traces, where memory may be collected, no tensor has data
+    """The first `nbytes` of a block, (nbytes,) uint8; byte 0 is cleared when no tensor refers to them any more."""
+    # Not in `_give_back`: the collector may call that while `torch.compile` traces, when no tensor has data.
+    whole = block.numpy()
     array = array_over(whole, np.uint8, nbytes)
     weakref.finalize(array.base, _give_back, whole, process_id()).atexit = False
     return torch.from_numpy(array)
 
 
 def _give_back(block: Array, process: int) -> None:
-    if process_id() == process:  # not in a child that was forked since: the parent may still see the block
+    if process_id() == process:  # not in a child that was forked since: the parent may still use the block
         block[0] = 0
