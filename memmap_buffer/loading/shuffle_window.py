@@ -1,7 +1,8 @@
-"""What windows of `shuffle="block"` take in the cache of a URL, and smaller ones for a cache that cannot hold them.
+"""The bytes that a window of `shuffle="block"` takes in the cache of a URL; smaller windows for a smaller cache.
 
-A window is read from places all over the data, and each of its blocks of a file once, if all of them stay in the cache
-until the window is given. So a window that does not fit becomes smaller: it has fewer places, each of some blocks.
+A window holds items from many places of the data. Each block of a file is fetched once only if all blocks of the window
+stay in the cache until its last item is read. So a window that does not fit is made smaller: fewer places, each of a
+few blocks. `CacheUse` computes this; `epochs.OrderedSampler` asks it when an epoch begins.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.read_ahead import read_fields
 from memmap_buffer.views.folders import Folders
 
-LONGEST = 5  # blocks of each file that a place of a window that was made smaller takes at most; one is but its edges
+LONGEST = 5  # the most blocks of each file in one place of a window that was made smaller; one block is lost to edges
 
 
 def steps_of(index: Index) -> int:
-    """How many steps the episodes of an index have."""
+    """The number of timesteps of the episodes that an index has anchors in."""
     return sum(int(made_of.table.length[np.unique(runs.slot)].sum()) for made_of, runs in index.by_folder())
 
 
 def smallest_bound(folders: Folders) -> int | None:
-    """The bytes of the smallest cache that rows are read from; None: all may keep everything."""
+    """The bound, in bytes, of the smallest cache that rows are read from; None where no cache has a bound."""
     return min((source.limit for source in sources_of(folders) if source.limit is not None), default=None)
 
 
 def sources_of(folders: Folders) -> list[Source]:
-    """The sources of the rows that are read, where these have to be fetched."""
+    """The sources of the folders whose rows are fetched from a URL."""
     return [storage.mirror for storage in folders.storages if storage.mirror is not None]
 
 
 def traffic_of(folders: Folders) -> Traffic | None:
-    """The traffic from now on into caches that have a bound; None where none has."""
+    """The traffic from now on into the caches that have a bound; None where none has."""
     for storage in folders.storages:
         if storage.mirror is not None and storage.mirror.limit is not None:
             bounded = [each for each in folders.storages if each.mirror is not None and each.mirror.limit is not None]
@@ -51,12 +52,13 @@ class CacheUse:
     """The room that the items of an epoch take in a cache.
 
     Args:
-        items: how many there are.
-        total: the bytes of all files that they are read from.
+        items: the number of items.
+        total: the bytes of all files that the items are read from.
         each: the bytes of one item.
-        edges: the bytes that a place takes besides those of its items: on average a block of each file, or all of it.
-        orders: how many windows are read at the same time: one of each folder of a mixture.
-        limit: the bytes of the cache.
+        edges: the bytes that a place takes besides its items: on average one block of each file, or the whole file
+            where it is smaller.
+        orders: how many windows are read at the same time: one for each folder that has a share of its own.
+        limit: the bytes that the cache may hold.
     """
 
     items: int
@@ -68,7 +70,7 @@ class CacheUse:
 
     @classmethod
     def of(cls, reader: BatchReader, index: Index, orders: int, limit: int) -> CacheUse:
-        """As far as it can be told of the sizes of files: rows of one that is compressed may differ."""
+        """The use by an index, estimated from the sizes of the files: compressed rows are taken to be equally large."""
         sources = sources_of(reader.folders)
         fields = read_fields(reader.selection.view, reader.folders.schema)
         sizes = [source.sizes_of(fields) for source in sources]
@@ -78,16 +80,16 @@ class CacheUse:
         return cls(len(index), total, each, edges, orders, limit)
 
     def window(self, shuffle: Shuffle) -> int:
-        """The bytes of a window, or of all that are read at the same time."""
+        """The bytes of a window, of all `orders` together."""
         count = min(shuffle.window, self.items)
         return self.orders * int(count * self.each + -(-count // shuffle.block) * self.edges)
 
     def stays(self, shuffle: Shuffle, windows: int) -> bool:
-        """Whether so many windows stay in the cache, or everything does."""
+        """Whether the cache holds `windows` windows at a time, or all files."""
         return self.total <= self.limit or windows * self.window(shuffle) <= self.limit
 
     def fitted(self, asked: Shuffle) -> Shuffle:
-        """The shuffle, with windows that leave room for those that are read ahead. Raises SchemaError."""
+        """The shuffle that was asked for; or one with windows of which `WINDOWS` fit. Raises as `require`."""
         if self.stays(asked, WINDOWS):
             return asked
         room = self.limit // WINDOWS // self.orders
@@ -100,7 +102,7 @@ class CacheUse:
         return smaller
 
     def require(self, shuffle: Shuffle, why: str) -> None:
-        """Raise SchemaError where the blocks of a window would be fetched again and again."""
+        """Raise SchemaError where the cache holds less than two windows, so that blocks would be fetched repeatedly."""
         if not self.stays(shuffle, 2):
             least = min(self.total, 2 * self.window(shuffle))
             raise SchemaError(
