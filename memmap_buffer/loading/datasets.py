@@ -1,4 +1,8 @@
-"""What PyTorch asks for: a dataset that reads whole batches, its collate function, and the loader."""
+"""The classes that PyTorch asks for: a dataset that reads whole batches, its collate function, and the loader.
+
+Read `EpisodeLoader` first, which `ReplayBuffer.dataloader` returns. Its sampler (`epochs.py`) draws anchors in the main
+process; an `EpisodeDataset` reads the batch at these anchors, in this process or in workers (`transport.py`).
+"""
 
 from __future__ import annotations
 
@@ -28,12 +32,12 @@ from memmap_buffer.views.anchors import Anchors
 
 
 def collate(batch: Any) -> Any:
-    """A batch that was read whole as the user gets it; other items as PyTorch's default collate joins them."""
+    """The batch as the user gets it, if it was read whole; other items are joined by PyTorch's default collate."""
     return batch.whole if isinstance(batch, Batch) else default_collate(batch)
 
 
 def _default_of_items(batch: Any, *, collate_fn_map: Any = None) -> Any:
-    """The default collate of our items, which it calls by the type of the first, with all of them."""
+    """A batch, or a list of our items joined to one: PyTorch's default collate calls this by the type of the first."""
     if isinstance(batch, Batch):
         return batch.whole
     first: Any = batch[0]
@@ -47,17 +51,17 @@ default_collate_fn_map.update({Item: _default_of_items, NamedBatch: _default_of_
 
 
 class EpisodeDataset(ItemDataset, Dataset[dict[str, Any]]):
-    """Items as PyTorch's `Dataset`, of which loaders of the library's take batches by the anchors of their items."""
+    """Items as PyTorch's `Dataset`. Loaders of this library ask for batches by anchors, others by positions."""
 
     def __getitems__(self, indices: Sequence[int] | Anchors | Drawn) -> Batch:
         """Many items, read at once.
 
         Args:
-            indices: positions, or the anchors that a sampler of ours gave.
+            indices: (B,) positions, or the anchors that a sampler of this library gave.
 
         Raises:
             SchemaError: they are positions, though the options or the weights say which items are drawn.
-            IndexError: there are not so many items.
+            IndexError: a position is not below the number of items.
         """
         anchors = anchors_of(indices)
         return super().__getitems__(indices) if anchors is None else self._read(anchors)
@@ -67,13 +71,13 @@ class EpisodeLoader(DataLoader[Any]):
     """A DataLoader over an `EpisodeDataset`; the sampler draws in this process, workers only read.
 
     Args:
-        dataset: what is read.
-        sampler: in which order.
-        device: where batches go, from this process.
+        dataset: reads the batches.
+        sampler: draws the anchors of each batch.
+        device: the device that this process moves batches to; None leaves them in memory.
         prefetch: how many batches a thread of this process keeps ready, pinned and moved; 0 for no thread.
         batch_sampler: in the place of `sampler`: one that a trainer made from a loader's own.
-        kwargs: any other argument of `torch.utils.data.DataLoader`; batch_size, shuffle and drop_last follow from the
-            order.
+        kwargs: any other argument of `torch.utils.data.DataLoader`; batch_size, shuffle and drop_last are the
+            sampler's.
     """
 
     def __init__(
@@ -91,21 +95,21 @@ class EpisodeLoader(DataLoader[Any]):
         order: Any = sampler if batch_sampler is None else batch_sampler.order
         items, whole = samplers_of(dataset, order, order.shuffle)
         super().__init__(dataset, order.batch_size, sampler=items, drop_last=order.drop_last, **kwargs)
-        # PyTorch takes one sampler only, would ask for the items one by one, and forbids to set its attributes later.
+        # PyTorch takes one sampler only, with which it would read item by item, and forbids to set attributes later.
         object.__setattr__(self, "batch_sampler", whole if batch_sampler is None else batch_sampler)
         self.device = device
         self._order: EpochSampler[Any] = order
         self._drawn: EpochBatches | EpochSampler[Any] = order if batch_sampler is None else batch_sampler
-        # Pinning would hold up the loop; PyTorch leaves it to a thread too, where there are workers.
+        # Pinning would delay the loop, so a thread does it; so does PyTorch where there are workers.
         self._pinned = bool(self.num_workers and self.pin_memory and torch.cuda.is_available())
         self.prefetch = prefetch or int(self._pinned)
-        # By priority one at a time: a batch that is drawn early does not know the errors of those before it.
+        # By priority one batch a task: one drawn earlier would not know the errors of the batches before it.
         self._tasks = Tasks(self._drawn, self.num_workers, 1 if isinstance(order, PrioritizedSampler) else TASK_BATCHES)
         self._processes = self._carriers(kwargs) if self.num_workers else None
         self._ahead: weakref.ref[Prefetched] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the loop that is under way, which is of this process."""
+        """The state without the prefetching iterator of a running epoch, whose thread is of this process."""
         return self.__dict__ | {"_ahead": None}
 
     def __repr__(self) -> str:
@@ -114,7 +118,7 @@ class EpisodeLoader(DataLoader[Any]):
         return f"<EpisodeLoader: {how}, num_workers={self.num_workers}, of {self.dataset!r}>"
 
     def __len__(self) -> int:
-        """Batches of this rank's part of the next epoch."""
+        """The number of batches in this rank's part of the next epoch."""
         return len(self._drawn)
 
     @property
@@ -123,27 +127,27 @@ class EpisodeLoader(DataLoader[Any]):
         return self._drawn
 
     def _carriers(self, kwargs: dict[str, Any]) -> DataLoader[Any]:
-        """The loader that has the worker processes: of the same options, but batches cross packed."""
+        """The DataLoader that has the worker processes, with the same options; it gives `Shipment`s."""
         carrier = Carrier(self.dataset, self.collate_fn)
         own = {"collate_fn": unchanged, "pin_memory": False}
         return DataLoader(carrier, batch_sampler=self._tasks, **(kwargs | own))  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of one epoch; those that it gave count in `state_dict`, however many are made ahead."""
-        if self.persistent_workers and self._ahead is not None and (last := self._ahead()) is not None:
-            last.close()  # its thread and the new epoch would share one iterator over the processes
+        """The batches of one epoch; `state_dict` counts those that were handed out, however many are made ahead."""
+        if self.persistent_workers and self._ahead is not None and (last_prefetched := self._ahead()) is not None:
+            last_prefetched.close()  # else its thread and the new epoch would share one iterator over the workers
         epoch: Handing = self._order.begin()
         batches = self._made() if self._processes is None else self._arriving(self._processes)
         if self.prefetch:
-            ahead = Prefetched(batches, self.prefetch, Move(self.device))
-            # Lightning may record what is assigned to a loader, and pickles that with it; a weakref does not.
-            self.__dict__["_ahead"] = weakref.ref(ahead)
-            return epoch.delivering(ahead)
+            prefetched = Prefetched(batches, self.prefetch, Move(self.device))
+            # Lightning may record what is assigned to a loader, and pickle it with that; a weakref does not pickle.
+            self.__dict__["_ahead"] = weakref.ref(prefetched)
+            return epoch.delivering(prefetched)
         batches = epoch.delivering(batches)
         return batches if self.device is None else map(partial(to_device, device=self.device), batches)
 
     def _made(self) -> Iterator[Any]:
-        """Batches of this process. PyTorch's own iterator takes 15 µs for each besides."""
+        """Batches that this process reads. PyTorch's own iterator, used for pinning, adds 15 µs to each."""
         if self.pin_memory:
             return super().__iter__()
         read: Callable[[Any], Any] = self.dataset.__getitems__  # type: ignore[attr-defined]
@@ -151,11 +155,11 @@ class EpisodeLoader(DataLoader[Any]):
         return map(lambda anchors: collate(read(anchors)), self._drawn)
 
     def _arriving(self, processes: DataLoader[Any]) -> Iterator[Any]:
-        """Batches of the worker processes."""
+        """Batches that the worker processes read."""
         return Arrivals(iter(processes), self._tasks, self._pinned)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, as numbers, strings and lists; see `EpochSampler.state_dict`."""
+        """The loader's position, as numbers, strings and lists; see `EpochSampler.state_dict`."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
@@ -172,7 +176,7 @@ _LOADER_OPTIONS = frozenset(inspect.signature(DataLoader.__init__).parameters) -
 
 
 def check_loader_options(options: Mapping[str, Any], own_options: Iterable[str]) -> None:
-    """Raise SchemaError unless each is an argument of PyTorch's DataLoader that leaves the order to the library."""
+    """Raise SchemaError for an option that is no argument of PyTorch's DataLoader, or that would set the order."""
     for name, value in options.items():
         if name not in _LOADER_OPTIONS:
             raise unknown_option(name, sorted({*own_options, *_LOADER_OPTIONS} - {"self", "options"}))
@@ -183,7 +187,7 @@ def check_loader_options(options: Mapping[str, Any], own_options: Iterable[str])
 
 
 class RowsDataset(Dataset[dict[str, Any]]):
-    """The rows of columns in memory.
+    """A dataset over columns in memory, one item a row.
 
     Args:
         columns: name -> (n, *field), as tensors.
@@ -206,7 +210,7 @@ class RowsDataset(Dataset[dict[str, Any]]):
 def loader_of(
     columns: Mapping[str, Array], batch_size: int, names: tuple[str, ...], device: Device, **options: Any
 ) -> DataLoader[Any]:
-    """A PyTorch DataLoader over the rows of columns in memory, (n, *field) each; batches go to `device`."""
+    """A PyTorch DataLoader over the rows of arrays in memory, (n, *field) each; batches go to `device`."""
     rows = RowsDataset({name: to_tensor(np.array(column)) for name, column in columns.items()}, names)
     return DataLoader(rows, batch_size, collate_fn=partial(_collated, device), **options)
 

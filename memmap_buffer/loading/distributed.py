@@ -1,8 +1,9 @@
 """The ranks of torch.distributed, how they agree on an epoch, and the samplers that trainers find in a loader.
 
-Lightning replaces the sampler of a loader whose `sampler` is no `DistributedSampler`, and to predict makes another
-batch sampler of the same class over it. Accelerate takes the `batch_sampler` and shares its batches among the ranks
-itself. So a loader's `sampler` is this rank's part of an epoch, and its `batch_sampler` the whole epoch.
+Lightning replaces a loader's `sampler` unless it is a `DistributedSampler`, and to predict it makes another batch
+sampler, of the same class, over that sampler. Accelerate takes the `batch_sampler` and shares its batches among the
+ranks itself. So a loader's `sampler` (`EpochItems`) is this rank's part of an epoch, and its `batch_sampler`
+(`EpochBatches`) the whole epoch; both pass on the batches of an `epochs.EpochSampler`. `EpisodeLoader` makes them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from memmap_buffer.views.anchors import Anchors, MixedAnchors
 
 @dataclass(frozen=True)
 class ProcessRanks(Ranks):
-    """The ranks of the default process group, if there is one when an epoch begins; else one process alone."""
+    """The ranks of the default process group, if there is one when an epoch begins; else a single process."""
 
     def now(self) -> Ranks:
         return ProcessRanks(dist.get_rank(), dist.get_world_size()) if _connected() else self
@@ -36,9 +37,9 @@ class ProcessRanks(Ranks):
         return self.world_size > 1
 
     def agree(self, value: dict[str, Any]) -> dict[str, Any]:
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def gather(self, value: Any) -> list[Any]:
         values = [None] * self.world_size
@@ -46,7 +47,7 @@ class ProcessRanks(Ranks):
         return values
 
     def require_equal(self, batches: int, error: Exception | None = None) -> None:
-        """Raise SchemaError where ranks differ, so that none waits for ever for a gradient of another."""
+        """Raise SchemaError where ranks differ, or none would ever end waiting for the gradients of another."""
         answers: list[tuple[int, str]] = self.gather((batches, "" if error is None else str(error) or repr(error)))
         wrong = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
         if wrong and error is None:
@@ -60,31 +61,34 @@ class ProcessRanks(Ranks):
 
 
 def ranks_of(rank: int | None, world_size: int | None) -> Ranks:
-    """The ranks that are given; those of torch.distributed if none are, or if they are the same.
+    """The ranks of a loader: `ProcessRanks` if none are given, or if the given ones are those of torch.distributed.
 
     Raises:
-        SchemaError: one is given without the other, or there is no such rank.
+        SchemaError: one of the two is given without the other, or there is no such rank.
     """
     if rank is None and world_size is None:
         return ProcessRanks()
     if rank is None or world_size is None:
         raise SchemaError(f"rank, world_size: got {rank!r}, {world_size!r}; give both, or none for torch.distributed's")
     ranks = Ranks(rank, world_size)
-    same = _connected() and (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
-    return ProcessRanks() if same else ranks
+    is_same = _connected() and (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+    return ProcessRanks() if is_same else ranks
 
 
 def seed_of(seed: int | None, ranks: Ranks, generator: Any, *, by_chance: bool = True) -> int | None:
-    """The seed of a loader, drawn from torch's generator if none is given; None where the ranks must be given one.
+    """The seed of a loader: the given one, or one drawn from torch's generator.
 
     Args:
-        seed: as it was given.
-        ranks: of the loader.
-        generator: of torch; None for the global one.
-        by_chance: whether anything depends on it.
+        seed: the option of the user, or None.
+        ranks: the ranks of the loader.
+        generator: torch's; None for the global one.
+        by_chance: whether anything depends on the seed.
+
+    Returns:
+        The seed; None if each rank would draw another one and they cannot agree: then a state must bring it.
 
     Raises:
-        SchemaError: it is no whole number from 0.
+        SchemaError: `seed` is no whole number from 0.
     """
     if seed is None and not (ranks.need_seed and by_chance):
         seed = torch_seed(generator)
@@ -99,10 +103,10 @@ def _connected() -> bool:
 
 
 class Drawn(Sequence[Any]):
-    """A batch that is drawn and not read, for trainers that split, join or fill up batches: a sequence of its items.
+    """A batch that was drawn but not read, as a sequence of its items, for trainers that split, join or fill batches.
 
     Args:
-        anchors: of the batch.
+        anchors: (B,) of the batch.
     """
 
     def __init__(self, anchors: Anchors | MixedAnchors) -> None:
@@ -118,15 +122,15 @@ class Drawn(Sequence[Any]):
     def __getitem__(self, i: int | slice) -> Anchors | MixedAnchors | Drawn:
         if isinstance(i, slice):
             return Drawn(self.anchors.where(i))
-        at = range(len(self))[i]
-        return self.anchors.where(slice(at, at + 1))
+        position = range(len(self))[i]
+        return self.anchors.where(slice(position, position + 1))
 
     def __add__(self, others: Sequence[Any]) -> list[Any]:
         return [*self, *others]
 
 
 def anchors_of(batch: Any) -> Any:
-    """The anchors of a batch, as our sampler gave it or a trainer put it together; None for anything else."""
+    """The anchors of a batch as a sampler of this library gave it, or a trainer joined it; None for anything else."""
     if isinstance(batch, (Anchors, MixedAnchors)):
         return batch
     if isinstance(batch, Drawn):
@@ -136,12 +140,12 @@ def anchors_of(batch: Any) -> Any:
 
 
 class EpochItems(DistributedSampler[Any]):
-    """The items of each epoch: a sampler that no trainer replaces.
+    """The items of each epoch: a loader's `sampler`, of a class that trainers do not replace.
 
     Args:
-        dataset: of the loader.
-        order: of the loader.
-        ranks: the rank whose part it is; None for the whole epoch.
+        dataset: the loader's dataset.
+        order: the loader's sampler of batches.
+        ranks: the rank whose part of an epoch is given; None for the whole epoch.
     """
 
     def __init__(self, dataset: Sized, order: EpochSampler[Any], ranks: Ranks | None) -> None:
@@ -159,19 +163,19 @@ class EpochItems(DistributedSampler[Any]):
 
 
 class ItemsInOrder(EpochItems, SequentialSampler):
-    """The items of each epoch in order, which Lightning asks for where it is to overfit."""
+    """The items of each epoch without shuffling: Lightning's `overfit_batches` asks for a `SequentialSampler`."""
 
 
 class EpochBatches(BatchSampler):
-    """The batches of each epoch, for trainers, which make others of its class and share out its batches.
+    """The batches of each epoch: a loader's `batch_sampler`. Trainers share out its batches, or make more of its class.
 
     Args:
-        sampler: a loader's, of a whole epoch or of a rank's part.
+        sampler: a loader's `EpochItems`, of a whole epoch or of a rank's part.
         batch_size: as in PyTorch.
         drop_last: as in PyTorch.
 
     Raises:
-        SchemaError: it is another sampler.
+        SchemaError: `sampler` is another sampler.
     """
 
     sampler: EpochItems
@@ -197,7 +201,7 @@ class EpochBatches(BatchSampler):
 
 
 def samplers_of(dataset: Sized, order: EpochSampler[Any], shuffle: object) -> tuple[EpochItems, EpochBatches]:
-    """A loader's sampler and batch sampler: this rank's items, and the batches of the whole epoch."""
-    made = EpochItems if shuffle else ItemsInOrder
-    whole = EpochBatches(made(dataset, order, None), order.batch_size, order.drop_last)
-    return made(dataset, order, ProcessRanks().now()), whole
+    """(sampler, batch sampler) of a loader: this rank's items, and the batches of the whole epoch."""
+    kind = EpochItems if shuffle else ItemsInOrder
+    whole = EpochBatches(kind(dataset, order, None), order.batch_size, order.drop_last)
+    return kind(dataset, order, ProcessRanks().now()), whole
