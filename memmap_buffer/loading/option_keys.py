@@ -1,8 +1,8 @@
-"""The key by which `sample` finds the sampler that it made of the same options before.
+"""The key by which `sample` finds the sampler that it made for equal options before; `api.reading` calls `key_of`.
 
-Keys are equal for options that mean the same, also where they are written anew at each call, as an inline lambda, a
-list of names or `Normalize(…)` is. The key of a function has its code and the objects that it refers to; where these
-may have changed since, the caller compares the keys once more.
+Keys are equal for options that mean the same, also if they are new objects at each call, as an inline lambda, a list of
+names or `Normalize(…)` is. The key of a function consists of its code and the objects that it refers to. As these may
+change meanwhile, the caller also compares with a new key of the options that the sampler was made with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class Same:
-    """A key that is equal for one object alone, which it keeps alive."""
+    """A key that is equal for one and the same object only; it keeps the object alive, so that its id stays its own."""
 
     __slots__ = ("value",)
 
@@ -34,12 +34,12 @@ class Same:
 
 
 def key_of(options: Mapping[str, Any]) -> Hashable:
-    """The key of options; where all are numbers, names and views it is `tuple(options.items())`."""
+    """The key of options; `tuple(options.items())` where all values are numbers, names and views."""
     return tuple((name, _key(value)) for name, value in options.items())
 
 
 def key_of_dicts(options: Mapping[str, Any]) -> Hashable:
-    """The key of options where all are numbers, names, views and dicts of these, in a tenth of the time."""
+    """The key of options with numbers, names, views and dicts of these only, in a tenth of the time of `key_of`."""
     return tuple((name, (Mapping, *value.items()) if type(value) is dict else value) for name, value in options.items())
 
 
@@ -73,11 +73,11 @@ def _of_container(value: Any) -> Hashable:
 
 
 def _of_dataclass(value: Any) -> Hashable:
-    """By its fields, if it is frozen; itself where they are their own keys, so that it is found at once."""
+    """A frozen dataclass by its fields; the object itself where these are their own keys, as that is found faster."""
     if not type(value).__dataclass_params__.frozen:
         return Same(value)
     values = [getattr(value, field.name) for field in fields(value)]
-    keys = [_key(each) for each in values]
+    keys = [_key(field_value) for field_value in values]
     return value if _are_same(keys, values) else (type(value), *keys)
 
 
@@ -86,21 +86,21 @@ def _are_same(keys: Sequence[Any], values: Sequence[Any]) -> bool:
 
 
 def _of_function(function: FunctionType) -> Hashable:
-    """By its code, and by the objects that it refers to now."""
-    refers = tuple(map(_content, function.__closure__ or ())), tuple(map(_of_object, function.__defaults__ or ()))
-    others = _attributes(function.__kwdefaults__ or {}), _attributes(function.__dict__)
-    return function.__code__, Same(function.__globals__), refers, others
+    """A function by its code, its globals, and the objects that its closure, defaults and attributes refer to now."""
+    referred = tuple(map(_content, function.__closure__ or ())), tuple(map(_of_object, function.__defaults__ or ()))
+    attributes = _attributes(function.__kwdefaults__ or {}), _attributes(function.__dict__)
+    return function.__code__, Same(function.__globals__), referred, attributes
 
 
 def _content(cell: CellType) -> Hashable:
     try:
         return _of_object(cell.cell_contents)
-    except ValueError:  # it is empty: a name that was not given a value yet
+    except ValueError:  # the cell is empty: its variable has no value yet
         return Same(cell)
 
 
 def _of_object(value: Any) -> Hashable:
-    """A plain value by its type and text, as 1, 1.0 and True differ; any other object by itself."""
+    """A plain value by its type and text, so that 1, 1.0 and True differ; any other object by its identity."""
     return (type(value), repr(value)) if type(value) in PLAIN or isinstance(value, np.generic) else Same(value)
 
 

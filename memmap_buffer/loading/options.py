@@ -1,4 +1,8 @@
-"""The options of reading: what each means, which exclude each other, which view, items and keys follow from them."""
+"""The options of reading: their meaning, which of them exclude each other, and what follows from them.
+
+`BatchOptions` documents the options. `parse` checks them and fills in defaults; `selection_of` makes the `Selection` of
+items, `Output.of` the keys of a batch. `BatchReader` calls all three.
+"""
 
 from __future__ import annotations
 
@@ -34,27 +38,27 @@ if TYPE_CHECKING:
     ArrayBatch: TypeAlias = dict[str, npt.NDArray[Any]]
 
 Batch = dict[str, Any]
-Parsed: TypeAlias = dict[str, Any]  # `Options` with the defaults of those that were left out
+Parsed: TypeAlias = dict[str, Any]  # what `parse` returns: the given options, and the defaults of the others
 Transform: TypeAlias = Callable[..., Any]
 NUMBERS = frozenset({"n_step_lens", "_return", "_discount", "_weights", "_probabilities"})
 
 
 class EpisodeOptions(TypedDict, total=False):
-    """The options that choose episodes: of every way to read, of `statistics` and of `delete`.
+    """The options that choose episodes, for every way to read, `statistics` and `delete`.
 
     Args:
         filter_meta: meta field, "episode_lens", or "episode_time" (seconds since 1970) -> a condition on an episode: a
             scalar (equal), a set or list (member), (low, high) (low <= x < high, None is open), or a callable from the
             column to bools.
-        min_episode_len: the shortest episode that is read.
-        top_k: (meta field, k): only the k episodes where it is highest are read.
-        mark: only episodes that were marked so, as in `browse`: a label, such as "good"; "!bad": those without it; "":
-            those without any; or several: one of these labels, and none of those with "!".
-        marks: the file of the marks; default: with each folder.
-        split: name -> fraction of the episodes, or name -> how many of the oldest, whole numbers; or a meta field,
-            whose values name the parts.
-        part: the name of the split's part that is read.
-        split_seed: which episodes each part gets.
+        min_episode_len: the length of the shortest episode that is read.
+        top_k: (meta field, k): only the k episodes where the field is highest are read.
+        mark: only episodes with this label are read (labels are set in `browse`): "good", say; "!bad": those without
+            the label; "": those without any label; or several: at least one of the labels, and none of those with "!".
+        marks: the file of the labels; default: the one in each folder.
+        split: name -> fraction of the episodes; or name -> number of episodes, of the oldest, as many as all
+            parts need; or a meta field, whose values name the parts.
+        part: the name of the part of the split that is read.
+        split_seed: decides which of these episodes each part gets.
     """
 
     filter_meta: Mapping[str, Any] | None
@@ -68,10 +72,10 @@ class EpisodeOptions(TypedDict, total=False):
 
 
 class BatchOptions(EpisodeOptions, total=False):
-    """`Options`, but for those that decide what kind of object a batch is; with those of `EpisodeOptions`.
+    """The options of every way to read batches, those of `EpisodeOptions` included; `Options` has two more.
 
-    Items are whole episodes, unless `view`, `n_steps`, `timestep_level` or `window_length` says otherwise. To give None
-    is to leave an option out.
+    Items are whole episodes, unless `view`, `n_steps`, `timestep_level` or `window_length` says otherwise. An option
+    that is None counts as left out.
 
     Args:
         view: how items are cut, such as `Window(16)`.
@@ -80,43 +84,43 @@ class BatchOptions(EpisodeOptions, total=False):
         window_length: items are one random crop of this length from each episode.
         fields: the fields of an item; default: all.
         current_fields: with `n_steps`: the fields at the item's timestep; default: all.
-        next_fields: with `n_steps`: the fields of its successor; default: all.
+        next_fields: with `n_steps`: the fields at the item's successor; default: all.
         sequence_fields: with `n_steps`: the fields at each of the n timesteps; default: none.
         gamma: with `n_steps`: the discount factor of `_return` and `_discount`.
-        discount: with `gamma`: the field of a discount of every step, which multiplies what comes after; see `NStep`.
+        discount: with `gamma`: a field with a discount of each step, which multiplies all later rewards; see `NStep`.
         reward: the field of rewards.
-        terminated: the field that says where an episode terminated; default: the one that the buffer declared. None:
-            no episode does.
-        stack: with `n_steps`: field -> how many timesteps stand for one, the latest last.
-        padding: with `stack`: what stands for the timesteps before the episode: "zero", "edge" or "default".
+        terminated: the field that is true where an episode terminated; default: the declared one. None: no episode
+            terminates.
+        stack: with `n_steps`: field -> how many successive timesteps are stacked for each one, the latest last.
+        padding: with `stack`: the values of timesteps before the episode: "zero", "edge" or "default".
         timeline: with `n_steps`: `next_` holds every successor up to the n-th, (B, n, *field).
         boundary: with `n_steps`: "pad": an item at every timestep that has a successor; "drop": only where all n steps
             lie in the episode.
-        filter_fields: field, or "_start" -> a condition on the timestep at which an item begins.
+        filter_fields: field, or "_start" (the timestep itself) -> a condition on the timestep at which an item begins.
         weight_by: a meta field, "episode_lens" or "episode_time": items are drawn in proportion to it. Or (name, a
-            function from its column to weights), or a function from all columns to weights: a mapping of every meta
-            field, "episode_lens", "episode_time", "serial", "age" (0 the newest) and "items" (how many an episode has)
-            to an entry an episode, of the episodes that have items. `Balanced` is one.
+            function from its column to weights). Or a function from all columns to weights, such as `Balanced`: it gets
+            a mapping with one entry for each episode that has items, of every meta field, "episode_lens",
+            "episode_time", "serial", "age" (0 the newest) and "items" (the number of the episode's items).
         include_metadata: whether items have the meta fields.
         return_indices: add `_index` (serial) to whole episodes, and `_indices` (serial, timestep) to other items; a
             `ConcatBuffer` puts the number of the folder first.
-        return_weights: add `_weights`, which are ones unless items are drawn by priority, so that one loss serves both.
-        return_mask: add `_mask` to whole episodes: which timesteps are no padding.
+        return_weights: add `_weights`, ones unless items are drawn by priority, so that one loss serves both.
+        return_mask: add `_mask` to whole episodes: true for timesteps, false for padding.
         return_episode_lens: whether whole episodes have `_lens`.
         slice_by_episode_len: whether whole episodes are padded to the longest of the batch, or to `max_timesteps`.
-        fieldname_map: key of the batch -> the key wanted.
-        expand_scalars: a key of one number an item or a step gets a last axis of length 1, (B, 1) or (B, T, 1); not
+        fieldname_map: key of the batch -> its new name.
+        expand_scalars: keys with one number for each item or step get a last axis of length 1, (B, 1) or (B, T, 1); not
             text, indices or masks.
         ragged: whole episodes, windows, `seq_` and the `next_` of a timeline come without padding, as jagged nested
-            tensors whose `unbind()` is a list; text, and with format="numpy" all, as lists.
-        transform: a function of the batch, or several, each of what the one before returned. The first is called with a
-            dict of tensors (or arrays) under their final keys, where the batch was read (a worker process, a
-            prefetching thread), and must pickle to be sent to a worker that is spawned. What the last returns is the
+            tensors whose `unbind()` is a list. Text comes as lists, and with format="numpy" so do all these keys.
+        transform: a function of the batch, or several, each called with the result of the one before. The first gets a
+            dict of tensors (or arrays) under their final keys. They run where the batch was read (a worker process, a
+            prefetching thread), and must pickle to be sent to a worker that is spawned. The result of the last is the
             batch: a dict, or anything else, such as a tuple of tensors. A parameter `rng` gets a numpy Generator that
             is fixed by the seed, the epoch and the batch's place, for any number of workers.
         hindsight: items get a goal that was achieved; see `Hindsight`.
-        on_stale: when an episode is overwritten before its rows were read: "redraw" another item, or "raise".
-        prioritized: items are drawn by priority, with replacement unless it says otherwise; see `Prioritized`.
+        on_stale: if an episode is overwritten before its rows were read: "redraw" another item, or "raise".
+        prioritized: items are drawn by priority, with replacement unless `Prioritized` says otherwise.
     """
 
     view: View | None
@@ -156,10 +160,10 @@ class Options(BatchOptions, total=False):
     """The keyword options of `dataset`, `dataloader`, `sample`, `batch` and `batch_spec`: `BatchOptions`, and these.
 
     Args:
-        to_named_tuple: give batches and items as named tuples of these keys, without leading underscores; one of
-            Python's own words gets an underscore behind it: `return_`.
-        format: "torch": tensors, text as lists of str; or "numpy": arrays, bfloat16 as float32, for which torch is not
-            imported.
+        to_named_tuple: batches and items are named tuples of these keys, without leading underscores; a Python keyword
+            gets an underscore appended: `return_`.
+        format: "torch": tensors, text as lists of str; or "numpy": arrays, bfloat16 as float32, without an import of
+            torch.
     """
 
     to_named_tuple: Iterable[str] | None
@@ -216,7 +220,7 @@ _OF_N_STEPS = (
     ),
     *("reward", "terminated"),
 )
-_OF_VIEWS: dict[str, str] = {  # option -> what a view object calls it
+_OF_VIEWS: dict[str, str] = {  # option -> the name of the same argument of a view
     **{name: name for name in ("fields", *_OF_N_STEPS, "return_mask")},
     "return_episode_lens": "return_lens",
     "slice_by_episode_len": "to_length",
@@ -229,7 +233,7 @@ _TYPES: tuple[tuple[str, type, str], ...] = (
 
 
 def parse(options: Mapping[str, Any]) -> Parsed:
-    """The options with their defaults.
+    """The options, checked, with the defaults of those that were left out.
 
     Raises:
         SchemaError: an option is unknown, of another type, or contradicts another.
@@ -254,10 +258,10 @@ def _check(options: Parsed) -> None:
 
 
 def _objections(options: Parsed) -> Iterator[str]:
-    """The reasons why options cannot be given together, or with these values."""
+    """Texts that say why some options cannot be given together, or with these values."""
     levels = [name for name in ("view", "n_steps", "window_length", "timestep_level") if options.get(name)]
     transform, by_n_steps = options.get("transform", ()), "n_steps" in options
-    of_view = [name for name in _OF_VIEWS if _is_given(options, name)] if "view" in options else []
+    not_for_view = [name for name in _OF_VIEWS if _is_given(options, name)] if "view" in options else []
     if len(levels) > 1:
         yield f"{' and '.join(levels)} exclude each other; give one"
     if "fields" in options and "to_named_tuple" in options:
@@ -266,7 +270,7 @@ def _objections(options: Parsed) -> Iterator[str]:
         yield "fields says nothing to n_steps; use current_fields, next_fields and sequence_fields"
     if options["return_mask"] and levels and not isinstance(options.get("view"), Trajectory):
         yield "return_mask is for whole episodes; windows and offsets have masks of their own"
-    for name in of_view:
+    for name in not_for_view:
         in_view = hasattr(options["view"], _OF_VIEWS[name])
         remedy = f"give {_OF_VIEWS[name]}=… to the view" if in_view else f"{type(options['view']).__name__} has none"
         yield f"{name} says nothing to a view object; {remedy}"
@@ -281,13 +285,13 @@ def _objections(options: Parsed) -> Iterator[str]:
 
 
 def _is_given(options: Parsed, name: str) -> bool:
-    """Whether an option is another than its default."""
+    """Whether an option differs from its default."""
     value, default = options.get(name), DEFAULTS.get(name)
     return value is not default and not (isinstance(value, type(default)) and value == default)
 
 
 def transforms_of(options: Parsed) -> tuple[Transform, ...]:
-    """The functions of `transform`."""
+    """The functions of the option `transform`, in their order."""
     transform = options.get("transform", ())
     return (transform,) if callable(transform) else tuple(transform)
 
@@ -309,10 +313,10 @@ def view_of(options: Parsed, max_timesteps: int) -> View:
 
 
 def selection_of(options: Parsed, schema: Schema, max_timesteps: int) -> Selection:
-    """The items that the options ask for.
+    """The selection of the items that the options ask for.
 
     Raises:
-        SchemaError: the schema does not have what they name.
+        SchemaError: the options name a field that the schema lacks, or do not fit it.
     """
     view, hindsight = view_of(options, max_timesteps), options.get("hindsight")
     if hindsight is not None:
@@ -343,10 +347,10 @@ def selection_of(options: Parsed, schema: Schema, max_timesteps: int) -> Selecti
 
 
 def selection_of_episodes(options: Mapping[str, Any], schema: Schema) -> Selection:
-    """The selection of the episodes that `EpisodeOptions` choose, also of those that a ring has trimmed.
+    """The selection of the episodes that `EpisodeOptions` choose, episodes that a ring has trimmed included.
 
     Raises:
-        SchemaError: an option does not choose episodes, or the schema does not have what it names.
+        SchemaError: an option is none of `EpisodeOptions`, or names a field that the schema lacks.
     """
     for name in options:
         if name not in EpisodeOptions.__annotations__:
@@ -362,19 +366,19 @@ def _marked(options: Parsed) -> Marked | None:
 
 @dataclass(frozen=True)
 class Output:
-    """The keys of a batch, in order, and what they are called.
+    """The keys that a batch has besides those of its view, their names, and the form that it takes.
 
     Args:
         meta: the meta fields that are added.
-        indices: "_index", "_indices" or "".
-        weights: whether items that are not drawn by priority weigh 1.
-        rename: key -> the key wanted.
+        indices: "_index", "_indices" or "" (none): the key of the items' indices.
+        weights: whether `_weights` of 1 are added to items that are not drawn by priority.
+        rename: key -> its new name. All keys below are new names.
         tuple_names: the keys of the named tuple, or ().
-        transforms: each function of the user's, and whether it takes `rng`.
-        widened: the keys that get one more axis.
-        ragged: key -> the key of the lengths to which it is cut.
-        lists: the keys of lists; jagged: whether they come without padding, too.
-        nested: whether some key names a group.
+        transforms: (function of the user, whether it takes `rng`), in their order.
+        widened: the keys that get one more axis, by `expand_scalars`.
+        ragged: key that is cut to lengths -> key of these lengths.
+        lists: the keys of fields of lists; jagged: whether their padding is cut off, too.
+        nested: whether a key has a dot, so that the batch has groups.
         format: "torch" or "numpy".
     """
 
@@ -393,7 +397,7 @@ class Output:
 
     @classmethod
     def of(cls, options: Parsed, view: View, schema: Schema) -> Output:
-        """The keys that the options ask for. Raises SchemaError where two coincide, or one is unknown."""
+        """The output that the options ask for. Raises SchemaError where two keys coincide, or one is unknown."""
         meta = tuple(schema.meta_fields) if options["include_metadata"] else ()
         by_priority = Prioritized.parse(options.get("prioritized"), schema) is not None
         wanted_indices = options["return_indices"] or by_priority
@@ -431,12 +435,12 @@ class Output:
         )
 
     def transformed(self, batch: Any, rng: Callable[[], np.random.Generator]) -> Any:
-        """The batch as the user's transforms make it. Raises SchemaError where one returns nothing."""
+        """The batch that the user's transforms make of this one. Raises SchemaError where one returns None."""
         if not self.transforms:
             return batch
-        random = rng() if any(by_chance for _, by_chance in self.transforms) else None
-        for transform, by_chance in self.transforms:
-            batch = transform(batch, rng=random) if by_chance else transform(batch)
+        generator = rng() if any(takes_generator for _, takes_generator in self.transforms) else None
+        for transform, takes_generator in self.transforms:
+            batch = transform(batch, rng=generator) if takes_generator else transform(batch)
             if batch is None:
                 raise SchemaError(f"transform: {transform!r} returned None, expected the batch; return it")
         if self.tuple_names and not isinstance(batch, dict):
@@ -448,37 +452,37 @@ class Output:
 
 
 def _renamed(keys: list[str], names: Mapping[Any, Any], schema: Schema) -> list[str]:
-    """The keys as they are wanted. Raises SchemaError where two coincide, or one is unknown."""
+    """The keys of a batch under their new names. Raises SchemaError where two coincide, or one is unknown."""
     for key, name in names.items():
         if key not in keys:
             raise schema.unknown(key, "fieldname_map", keys)
         if not isinstance(name, str):
             raise SchemaError(f"fieldname_map: {key!r} is to be {name!r}, expected a name")
-    wanted = [names.get(key, key) for key in keys]
-    wanted += [LENGTHS + names.get(key, key) for key in keys if _is_list(key, schema)]
-    twice = sorted({key for key in wanted if wanted.count(key) > 1})
+    new_names = [names.get(key, key) for key in keys]
+    new_names += [LENGTHS + names.get(key, key) for key in keys if _is_list(key, schema)]
+    twice = sorted({key for key in new_names if new_names.count(key) > 1})
     if twice:
         raise SchemaError(f"two keys of the batch would be {twice[0]!r}; leave one out, or rename it by fieldname_map")
-    return wanted
+    return new_names
 
 
 def takes_rng(transform: Transform) -> bool:
-    """Whether a transform has a parameter for chance."""
+    """Whether a transform has a parameter `rng`."""
     try:
         return "rng" in inspect.signature(transform).parameters
-    except (TypeError, ValueError):  # some that are written in C do not tell
+    except (TypeError, ValueError):  # of some functions written in C the signature is unknown
         return False
 
 
 def _is_list(key: str, schema: Schema) -> bool:
-    """Whether a key of a batch holds lists."""
+    """Whether a key of a batch is of a field of lists."""
     names = (key, *(key.removeprefix(prefix) for prefix in ("next_", "seq_")))
     return any(name in schema.fields and schema.fields[name].is_list for name in names)
 
 
 def _is_number(key: str, view: View, schema: Schema) -> bool:
-    """Whether a key of a batch holds one number an item or a step."""
-    key = getattr(view, "reward", key) if key in ("_return", "_discount") else key  # they have its axes
+    """Whether a key of a batch has one number for each item or step."""
+    key = getattr(view, "reward", key) if key in ("_return", "_discount") else key  # they have the axes of the reward
     name = key if key in schema.all else key.removeprefix("next_").removeprefix("seq_")
     field = schema.all.get(name)
     return key in NUMBERS if field is None else not field.shape and field.storage.kind != "U"
@@ -486,12 +490,12 @@ def _is_number(key: str, view: View, schema: Schema) -> bool:
 
 def unknown_option(name: str, names: Collection[str]) -> SchemaError:
     """The error for an option that does not exist."""
-    some = ", ".join(map(repr, closest(name, names, 4, 0)))
-    return SchemaError(f"option {name!r} is unknown; {did_you_mean(name, names) or f'the closest are {some}'}")
+    closest_names = ", ".join(map(repr, closest(name, names, 4, 0)))
+    return SchemaError(f"option {name!r} is unknown; {did_you_mean(name, names) or f'the closest are {closest_names}'}")
 
 
 def _split_by_field(schema: Schema, options: Parsed) -> dict[str, Any]:
-    """The condition on episodes where a meta field says which part they are in."""
+    """The condition of `filter_meta` by which a split by a meta field chooses its part; {} for other splits."""
     name, part = options.get("split"), options.get("part")
     if not isinstance(name, str):
         return {}
@@ -504,18 +508,18 @@ def _split_by_field(schema: Schema, options: Parsed) -> dict[str, Any]:
 
 
 def _flat(schema: Schema, conditions: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Conditions by dotted name; a tuple is a range, not a group."""
-    out: dict[str, Any] = {}
+    """Conditions by the dotted names of fields, from a dict that may have a dict for each group."""
+    flat: dict[str, Any] = {}
     if not isinstance(conditions, Mapping | None):
         raise SchemaError(f"filter: got {conditions!r}, expected a dict of field names and conditions")
     for name, condition in (conditions or {}).items():
         nested = isinstance(condition, Mapping) and name not in schema.all
-        out |= {f"{name}.{k}": v for k, v in _flat(schema, condition).items()} if nested else {name: condition}
-    return out
+        flat |= {f"{name}.{k}": v for k, v in _flat(schema, condition).items()} if nested else {name: condition}
+    return flat
 
 
 class NamedBatch(tuple[Any, ...]):
-    """The base of batches as named tuples: pickles by its names, so a worker of any start method can send one."""
+    """The base class of batches as named tuples. It pickles by its names, so any worker can send one."""
 
     _fields: tuple[str, ...] = ()
     __slots__ = ()
@@ -526,7 +530,7 @@ class NamedBatch(tuple[Any, ...]):
 
 @lru_cache(maxsize=64)
 def tuple_type(keys: tuple[str, ...]) -> Any:
-    """The named tuple of these keys."""
+    """The class of named tuples of these keys."""
     base = namedtuple("Batch", [tuple_name(key) for key in keys])  # type: ignore[misc]
     return type("Batch", (NamedBatch, base), {"__slots__": (), "_fields": base._fields})
 
@@ -537,13 +541,13 @@ def make_tuple(keys: tuple[str, ...], values: Iterable[Any]) -> Any:
 
 
 def tuple_name(key: str) -> str:
-    """The name of a key in a named tuple: no leading underscores, and Python's own words get one behind."""
+    """The name of a key in a named tuple: without leading underscores, and with one appended to a Python keyword."""
     name = key.lstrip("_").replace(".", "_")
     return f"{name}_" if iskeyword(name) else name
 
 
 def _check_tuple_names(keys: tuple[str, ...]) -> None:
-    """Raise SchemaError where a key gives no name, or two the same."""
+    """Raise SchemaError where a key gives no valid name, or two keys give the same."""
     names = [tuple_name(key) for key in keys]
     for key, name in zip(keys, names, strict=True):
         if not name.isidentifier():
