@@ -1,4 +1,7 @@
-"""`BatchReader`: anchors in, a batch of arrays out; items whose episode moved meanwhile are read or drawn again."""
+"""`BatchReader`: anchors in, a batch of arrays out; items whose episode changed meanwhile are read or drawn again.
+
+Samplers draw anchors from its `index` and call its `read`. Each process has a copy: it pickles without callables.
+"""
 
 from __future__ import annotations
 
@@ -30,38 +33,44 @@ from memmap_buffer.views.gather import BFloat16Bits, Columns
 from memmap_buffer.views.hindsight import HindsightBuilder
 from memmap_buffer.views.view import described
 
-PATIENCE = 30.0  # seconds in which nothing at all was read: no writer is so quick, so something else is wrong
+PATIENCE = 30.0  # seconds of tries without any item read, until an error: no writer is fast enough to cause this
 MAX_PAUSE = 0.05  # seconds
 
 
 class Patience:
-    """Pauses between the tries of a reader that a writer overtakes; they grow, and end where no try reads anything."""
+    """Pauses between the tries of a reader that a writer overtakes: they grow, and `PATIENCE` bounds tries in vain."""
 
     def __init__(self) -> None:
         self._pause, self._since = 0.0, time.monotonic()
 
     def renew(self) -> None:
-        """Something was read."""
+        """Begin anew, as some item was read."""
         self._pause, self._since = 0.0, time.monotonic()
 
     def wait(self) -> bool:
-        """Wait before the next try, for none at first; whether there shall be one."""
-        time.sleep(self._pause)  # even a pause of 0 leaves the processor to the writer
+        """Pause before the next try, at first for 0 s; returns whether there shall be one."""
+        time.sleep(self._pause)  # even sleep(0) lets the writer run
         self._pause = min(2 * self._pause + 0.001, MAX_PAUSE)
         return time.monotonic() - self._since < PATIENCE
 
 
 class ArraySpec(NamedTuple):
-    """A key of a batch: its shape, None where a batch tells, and its dtype, "str" for text."""
+    """The shape and dtype of one key of a batch: None for lengths that differ between batches, "str" for text."""
 
     shape: tuple[int | None, ...]
     dtype: str
 
     @classmethod
     def of(cls, ragged: bool, batch_size: int | None, array: Array) -> ArraySpec:
-        """From a batch of no items, in which the length of the longest is 0."""
+        """The spec of a key, from its array in a batch of no items.
+
+        Args:
+            ragged: whether the length of axis 1 differs between batches.
+            batch_size: the length of axis 0; None where it is not known.
+            array: (0, …); an axis that is as long as the longest item or list has length 0.
+        """
         steps = [None if ragged or not n else n for n in array.shape[1:2]]
-        rest = [n or None for n in array.shape[2:]]  # of lists
+        rest = [n or None for n in array.shape[2:]]  # 0: the members of lists
         dtype = (
             "bfloat16" if isinstance(array, BFloat16Bits) else "str" if array.dtype.kind == "U" else array.dtype.name
         )
@@ -69,18 +78,18 @@ class ArraySpec(NamedTuple):
 
     @property
     def of_arrays(self) -> ArraySpec:
-        """The key as it is for format="numpy"."""
+        """The spec of the same key for format="numpy"."""
         return self._replace(dtype="float32") if self.dtype == "bfloat16" else self
 
 
 class BatchReader:
-    """Reads batches of one kind.
+    """Reads the batches that one set of options describes.
 
     Args:
         folders: the folders that are read.
-        options: as `Options` names them; they stay in this process.
+        options: see `Options`; they stay in this process.
 
-    Attributes: frozen: whether its index stays as it is, as in a worker.
+    Attributes: frozen: whether `index` is never made anew, as in a worker that counts positions in it.
 
     Raises:
         SchemaError: the options contradict each other or the schema.
@@ -98,7 +107,7 @@ class BatchReader:
         self._is_plain = not self._has_text and not self.output.widened
         self._plan = self.selection.view.plan(folders.schema)
         self._ends = self.selection.view.ends(folders.schema)
-        if self.hindsight is not None:  # a goal may be from anywhere between two ends
+        if self.hindsight is not None:  # a goal may be any step between two ends of episodes
             self._ends = self._ends._replace(before=folders.max_timesteps, after=folders.max_timesteps)
         self._index: Index | None = None
         self._watch = None if self.selection.mark is None else Watch(self.selection.mark)
@@ -108,7 +117,7 @@ class BatchReader:
         self._process = process_id()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a worker's reader: paths, options, and the index if positions count in it; no callables."""
+        """The state for a worker: without callables, and with the index only if it gets positions in that."""
         frozen = self.frozen or self.selection.has_callables
         index = self.index() if frozen or not self._by_anchors else None
         state = self.__dict__ | {"selection": self.selection.without_callables(), "frozen": frozen, "_index": index}
@@ -116,13 +125,13 @@ class BatchReader:
         return {name: value for name, value in state.items() if name not in ("options", "_disk")}
 
     def by_anchors(self) -> BatchReader:
-        """A copy for processes that are given anchors and no positions, and so need no index before one is gone."""
+        """A copy for workers that get anchors, not positions, and so pickles without the index."""
         other = copy.copy(self)
         other._by_anchors = True
         return other
 
     def __repr__(self) -> str:
-        """Where it reads, and what."""
+        """The folders, and the options that are not their defaults."""
         selection, output = self.selection, self.output
         texts = [f"{name}={described(value)}" for name, value in (("hindsight", self.hindsight),) if value is not None]
         texts += [f"prioritized={described(self.prioritized)}"] if self.prioritized is not None else []
@@ -132,7 +141,7 @@ class BatchReader:
         return ", ".join([str(self.folders), described(selection.view), *selection.narrowed, *texts])
 
     def index(self, refresh: bool = False) -> Index:
-        """The anchors as of the last refresh; `refresh` looks for new episodes first."""
+        """The anchors of the last refresh; with `refresh` those of now, unless it is frozen."""
         if self._index is None or (refresh and not self.frozen):
             tables = self.folders.refresh()
             marks = () if self._watch is None else self._watch.stamp(self.folders.storages)
@@ -144,7 +153,7 @@ class BatchReader:
 
     @property
     def reads_together(self) -> bool:
-        """Whether several batches may be read as one: not if an item depends on the others of its batch, nor where
+        """Whether several batches may be read as one: not if an item depends on the others of its batch, nor if
         checksums are compared at every read."""
         selection = self.selection
         if selection.random or selection.mixes or selection.view.pads_to_longest or self.output.lists:
@@ -157,19 +166,22 @@ class BatchReader:
             raise self.nothing_to_read()
 
     def nothing_to_read(self) -> NotEnoughDataError:
-        """The error for an index without items, with the counts."""
+        """The error for an index without items, with the number and the greatest length of the episodes."""
         episodes = sum(len(table) for table in self.folders.tables)
         longest = max(int((table.length - table.start)[table.visible].max(initial=0)) for table in self.folders.tables)
-        what = f"none of {episodes} episodes has an item for {self.selection.describe()}"
-        why = f"{what}; the longest has {longest} timesteps" if episodes else "it is empty"
+        finding = f"none of {episodes} episodes has an item for {self.selection.describe()}"
+        why = f"{finding}; the longest has {longest} timesteps" if episodes else "it is empty"
         text = f"{self.folders.storages[0].path}: nothing to read from this replay buffer: {why}"
         return NotEnoughDataError(text, episodes=episodes)
 
     def crop(self, anchors: Anchors, rng: Callable[[], np.random.Generator]) -> Anchors:
-        """Give each item its chance, if there is a use for it, and move the anchors of a view that is random."""
+        """The anchors with a random number each, if the items need one; a random view's are moved by it.
+
+        Args: anchors: (B,). rng: makes the generator, and is called only if it is needed.
+        """
         if not self.selection.random:
             return anchors
-        # Each item takes one number of the sequence, so that a part of an epoch is as in the whole of it.
+        # Each item takes one number of the sequence, so that an item is the same in a part of an epoch as in the whole.
         anchors = anchors._replace(chance=rng().integers(0, 2**64, anchors.size, np.uint64))
         view = self.selection.view
         if not view.random:
@@ -178,13 +190,13 @@ class BatchReader:
         return anchors._replace(t=view.crop(length, anchors.uniform(0)))
 
     def read(self, drawn: Anchors | Found) -> Columns:
-        """The batch at some anchors.
+        """Read the batch at some anchors.
 
         Args:
-            drawn: (B,), perhaps with the records of their episodes.
+            drawn: (B,) anchors, or `Found`: anchors with the records of their episodes.
 
         Returns:
-            key -> (B, …), fresh arrays of the stored dtypes.
+            key -> (B, …), new arrays of the stored dtypes.
 
         Raises:
             StaleEpisodeError: an episode was overwritten meanwhile, and cannot or must not be drawn again.
@@ -198,7 +210,7 @@ class BatchReader:
         return columns if self._is_plain else self._finished(columns)
 
     def _try(self, drawn: Anchors | Found) -> tuple[BatchBuilder, Columns, BoolArray | None]:
-        """(the builder of a batch; its columns; (B,) whether each item was copied as its anchor meant; None: all)."""
+        """(builder, copied columns, (B,) whether each item's episode stayed as it was looked up; None: all did)."""
         disk, begun = self._disk, perf_counter()
         builder = self.build(drawn)
         if disk.watches:
@@ -211,34 +223,34 @@ class BatchReader:
         return builder, columns, builder.fresh()
 
     def _completed(self, builder: BatchBuilder, columns: Columns, fresh: BoolArray) -> Columns:
-        """A batch that was copied, with those of its items anew that were not `fresh`.
+        """A copied batch, completed: items that are not `fresh` (B,) are read or drawn again until all are.
 
-        Items that were copied and checked stay. The more of the rest a writer overtakes, the fewer are tried together:
-        so the time between looking one up and checking it grows short.
+        Fresh items are kept. If a writer overtakes more than half of the items of a try, the next try has half as many,
+        so that less time passes between the look-up of an episode and its check.
         """
-        anchors, rest, size = builder.anchors, np.arange(builder.anchors.size), builder.anchors.size
+        anchors, pending, size = builder.anchors, np.arange(builder.anchors.size), builder.anchors.size
         parts, patience, damaged = [], Patience(), self._num_damaged()
-        chosen, fitted = rest, self.selection.view.pads_to_longest
+        tried, fitted = pending, self.selection.view.pads_to_longest
         while True:
-            if self.selection.mixes:  # no item is right without the others
+            if self.selection.mixes:  # items depend on each other: all of them are fresh, or none is
                 fresh = np.full_like(fresh, fresh.all())
             if fresh.any():
-                parts.append((chosen[fresh], builder.kept(columns, fresh, fitted)))
+                parts.append((tried[fresh], builder.kept(columns, fresh, fitted)))
                 patience.renew()
-            rest = np.concatenate([chosen[~fresh], rest[len(chosen) :]])
-            if not rest.size:
+            pending = np.concatenate([tried[~fresh], pending[len(tried) :]])
+            if not pending.size:
                 return placed(parts, anchors.size)
-            before, damaged = damaged, self._num_damaged()  # an episode that is found damaged is not drawn again
+            before, damaged = damaged, self._num_damaged()  # an episode that is found damaged is hidden: no pause
             if damaged == before and not patience.wait():
-                raise self.gone(anchors.serial[rest])
-            chosen = rest if self.selection.mixes else rest[:size]
-            anchors = anchors.replaced(chosen, self._again(anchors.where(chosen)))
-            builder, columns, again = self._try(anchors.where(chosen))
-            fresh = np.ones(len(chosen), np.bool_) if again is None else again
+                raise self.gone(anchors.serial[pending])
+            tried = pending if self.selection.mixes else pending[:size]
+            anchors = anchors.replaced(tried, self._again(anchors.where(tried)))
+            builder, columns, checked = self._try(anchors.where(tried))
+            fresh = np.ones(len(tried), np.bool_) if checked is None else checked
             size = max(1, size // 2) if 2 * np.count_nonzero(fresh) < len(fresh) else 2 * size
 
     def build(self, drawn: Anchors | Found) -> BatchBuilder:
-        """The builder of a batch at these anchors, with all columns put, and few of them copied."""
+        """The builder of a batch at anchors (B,): most of its columns only tell yet which rows to copy."""
         view, output = self.selection.view, self.output
         records = self.folders.find(drawn) if isinstance(drawn, Anchors) else drawn
         if self.hindsight is None:
@@ -257,24 +269,24 @@ class BatchReader:
         return Disk()
 
     def batch_spec(self, batch_size: int | None) -> dict[str, ArraySpec]:
-        """The arrays of a batch, found by cutting one of no items."""
-        none = np.empty(0, np.int64)
-        folder = None if self.folders.single else none
-        chance = none.astype(np.uint64) if self.selection.random else None
-        anchors = Anchors(folder, none, none, none, chance=chance)
+        """Key -> its spec in a batch, found by reading a batch of no items."""
+        empty = np.empty(0, np.int64)
+        folder = None if self.folders.single else empty
+        chance = empty.astype(np.uint64) if self.selection.random else None
+        anchors = Anchors(folder, empty, empty, empty, chance=chance)
         if self.prioritized is not None:
-            anchors = anchors._replace(weight=none.astype(np.float32), probability=none.astype(np.float64))
-        batch, of_any_length = self.read(anchors), {*self.output.ragged}
-        if self.selection.view.pads_to_longest:  # fields with `final` have an entry more than none
+            anchors = anchors._replace(weight=empty.astype(np.float32), probability=empty.astype(np.float64))
+        batch, ragged_keys = self.read(anchors), {*self.output.ragged}
+        if self.selection.view.pads_to_longest:  # with `final`, one entry more than steps, so axis 1 is 1, not 0, here
             names = [self.output.rename.get(name, name) for name in self.folders.schema.fields]
-            of_any_length |= {*names, *(LENGTHS + name for name in names)}
-        return {key: ArraySpec.of(key in of_any_length, batch_size, array) for key, array in batch.items()}
+            ragged_keys |= {*names, *(LENGTHS + name for name in names)}
+        return {key: ArraySpec.of(key in ragged_keys, batch_size, array) for key, array in batch.items()}
 
     def _num_damaged(self) -> int:
         return sum(storage.num_damaged for storage in self.folders.storages)
 
     def _require_text(self, batch: Mapping[str, Array]) -> None:
-        """Raise CorruptBufferError for text that no `str` may hold: numpy would make one of it all the same."""
+        """Raise CorruptBufferError for code points beyond Unicode, of which numpy would make an invalid `str`."""
         for key, values in batch.items() if self._has_text else ():
             if values.dtype.kind == "U" and values.size:
                 highest = int(np.ascontiguousarray(values).reshape(-1).view(np.uint32).max())
@@ -285,13 +297,13 @@ class BatchReader:
                     )
 
     def _again(self, anchors: Anchors) -> Anchors:
-        """The anchors to try next: an episode that was updated is read again, one that is gone is replaced."""
+        """The anchors (B,) to try next: the same where the episode is there, else others that are drawn now."""
         self.folders.refresh()
         now = self.folders.find(anchors, trusted=False).anchors
-        lost = (now.length == 0) | (now.t >= now.length)  # the second: of a shard that was made anew
+        is_gone = (now.length == 0) | (now.t >= now.length)  # `t` is beyond the end: a shard was made anew
         item, following = find_following(self.folders, anchors)
-        lost[item[following.anchors.length == 0]] = True
-        gone = np.flatnonzero(lost)
+        is_gone[item[following.anchors.length == 0]] = True
+        gone = np.flatnonzero(is_gone)
         if not gone.size:
             return anchors
         if self.on_stale == "raise":
@@ -302,16 +314,16 @@ class BatchReader:
         return anchors.replaced(gone, self.crop(index.draw_like(anchors.where(gone), rng), lambda: rng))
 
     def _index_now(self) -> Index:
-        """The anchors that exist now; `index` stays, as positions of a dataset count in it until it is refreshed."""
+        """The anchors of now. `index` is left as it is: positions of a dataset count in it until its `refresh`."""
         tables = self.folders.tables
         if self._living is None or tables != self._living[0]:
-            # A callable filter is never called in a worker: there, the anchors that it chose are only thinned out.
+            # A callable filter is not called in a worker: anchors of episodes that are gone leave the old index.
             thinned = self.frozen or (self.selection.has_callables and process_id() != self._process)
             self._living = tables, self.index().living(self.folders) if thinned else self.selection.index(self.folders)
         return self._living[1]
 
     def gone(self, serials: IntArray) -> StaleEpisodeError:
-        """The error for episodes that cannot be read any more."""
+        """The error for episodes, by serial, that cannot be read any more."""
         gone = np.unique(serials).tolist()
         return StaleEpisodeError(
             f"{self.folders.storages[0].path}: episodes {gone[:5]} were overwritten or cleared before they were read; "
@@ -320,26 +332,26 @@ class BatchReader:
         )
 
     def _anchor_columns(self, anchors: Anchors) -> dict[str, Array]:
-        """The columns of a batch that tell of its anchors."""
-        out: dict[str, Array] = {}
+        """The columns of a batch that follow from its anchors: indices, weights, probabilities."""
+        named_columns: dict[str, Array] = {}
         if self.output.indices:
             columns = [anchors.serial] if self.output.indices == "_index" else [anchors.serial, anchors.t]
             columns = columns if anchors.folder is None else [anchors.folder, *columns]
-            out[self.output.indices] = columns[0].copy() if len(columns) == 1 else _side_by_side(columns)
+            named_columns[self.output.indices] = columns[0].copy() if len(columns) == 1 else _side_by_side(columns)
         if anchors.weight is not None and anchors.probability is not None:
-            out |= {"_weights": anchors.weight.copy(), "_probabilities": anchors.probability.copy()}
+            named_columns |= {"_weights": anchors.weight.copy(), "_probabilities": anchors.probability.copy()}
         elif self.output.weights:
-            out["_weights"] = np.ones(anchors.size, np.float32)
-        return out
+            named_columns["_weights"] = np.ones(anchors.size, np.float32)
+        return named_columns
 
     def _finished(self, columns: Columns) -> Columns:
-        """The columns with their text checked, and the axis that numbers were asked to have."""
+        """The columns with their text checked, and with the last axis that `expand_scalars` adds."""
         self._require_text(columns)
         return {**columns, **{key: columns[key][..., None] for key in columns.keys() & self.output.widened}}
 
 
 def _side_by_side(columns: list[IntArray]) -> IntArray:
-    """Columns (B,) as one array (B, …), in a third of the time that `stack` takes."""
+    """K columns (B,) as one array (B, K), in a third of the time that `np.stack` takes."""
     out = np.empty((len(columns[0]), len(columns)), np.int64)
     for i, column in enumerate(columns):
         out[:, i] = column
