@@ -1,4 +1,8 @@
-"""Batches as users get them, as arrays or tensors; and datasets of their items. It needs torch for tensors alone."""
+"""Batches as users get them, as arrays or tensors, and map-style datasets of items. Torch is imported for tensors only.
+
+`finished` turns the columns that a `BatchReader` read into the user's batch; all ways to read end there. `ItemDataset`
+is what `ReplayBuffer.dataset` returns (with torch, its subclass `datasets.EpisodeDataset`), `batch_of` does `batch`.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class Form(NamedTuple):
-    """The form that the columns of a batch take.
+    """The functions that differ between `format="torch"` and `format="numpy"`.
 
     Attributes:
-        make: makes a batch of columns.
-        unpadded: cuts sequences (B, T, …) to their lengths (B,).
-        seed: draws a seed for what has none.
-        move: brings a batch to a device.
+        make: columns -> a batch: key -> tensor, array or list.
+        unpadded: sequences (B, T, …), lengths (B,) -> the sequences without padding.
+        seed: draws a seed from the global generator.
+        move: batch, device -> the batch on the device.
     """
 
     make: Callable[[Columns], dict[str, Any]]
@@ -39,13 +43,13 @@ class Form(NamedTuple):
     move: Callable[[Any, Any], Any]
 
     def rng(self) -> np.random.Generator:
-        """A generator for what has no seed."""
+        """A generator with a seed drawn from the global one, for reads that have no seed of their own."""
         return np.random.default_rng(self.seed())
 
 
 @cache
 def form_of(format: str) -> Form:
-    """The form of the option `format`; torch is imported for the first batch of tensors."""
+    """The form that the option `format` names; torch is imported at the first call for it."""
     if format == "numpy":
         return Form(arrays_of, _rows, numpy_seed, _stay)
     from memmap_buffer.loading import prefetch, tensors
@@ -54,7 +58,7 @@ def form_of(format: str) -> Form:
 
 
 def arrays_of(columns: Columns) -> dict[str, Any]:
-    """Columns as arrays that numpy can compute with."""
+    """Columns as arrays that numpy can compute with: bfloat16 becomes float32."""
     return {
         key: decode(values.view(np.ndarray), "bfloat16") if isinstance(values, BFloat16Bits) else values
         for key, values in columns.items()
@@ -62,7 +66,7 @@ def arrays_of(columns: Columns) -> dict[str, Any]:
 
 
 def numpy_seed() -> int:
-    """A seed drawn from numpy's global generator: so `numpy.random.seed` fixes it."""
+    """A seed drawn from numpy's global generator, so that `numpy.random.seed` fixes it."""
     return int(np.random.randint(2**63, dtype=np.uint64))
 
 
@@ -77,36 +81,36 @@ def _stay(batch: Any, device: object) -> Any:
 
 
 def finished(reader: BatchReader, columns: Columns, rng: Callable[[], np.random.Generator]) -> Any:
-    """A batch as (nested) arrays or tensors, ragged where the options say so, and transformed.
+    """The user's batch: (nested) arrays or tensors, ragged where the options say so, and transformed.
 
     Args:
-        reader: what read it.
-        columns: as it did.
-        rng: makes the generator of the transforms that take one.
+        reader: the reader that read the columns.
+        columns: key -> (B, …).
+        rng: makes the generator for the transforms that take one.
     """
     output, form = reader.output, form_of(reader.output.format)
     flat = form.make(columns)
     for key, lens in output.ragged.items():
         flat[key] = form.unpadded(flat[key], flat[lens].reshape(-1))
     for key in output.lists if output.jagged else ():
-        if flat[LENGTHS + key].ndim == 1:  # of several timesteps an item they stay padded
+        if flat[LENGTHS + key].ndim == 1:  # with several timesteps an item, lists stay padded
             flat[key] = form.unpadded(flat[key], flat[LENGTHS + key])
     batch = nest(flat) if output.nested else flat
     return output.transformed(batch, rng) if output.transforms else batch
 
 
 class Item(dict[str, Any]):
-    """An item of a batch that was read whole; by its type PyTorch's default collate gives the whole batch."""
+    """An item of a batch that was read whole. PyTorch's default collate knows the type, see `datasets`."""
 
 
 class Batch(Sequence[Any]):
-    """A batch that was read whole, as a sequence of its items: views of its rows, so any collate works.
+    """A batch that was read whole, as a sequence of its items, so that any collate function works. Items are views.
 
     Args:
-        data: the batch.
-        size: how many items it has.
-        names: the keys of the named tuple that it becomes, or ().
-        kind: of dict that an item is.
+        data: the batch, as `finished` returned it.
+        size: the number of its items.
+        names: the keys of the named tuple that a batch or an item becomes, or ().
+        kind: the class of an item, a dict.
     """
 
     def __init__(self, data: Any, size: int, names: tuple[str, ...] = (), kind: type[dict[str, Any]] = Item) -> None:
@@ -117,7 +121,7 @@ class Batch(Sequence[Any]):
 
     @property
     def whole(self) -> Any:
-        """The batch as the user gets it: a dict of tensors, or a named tuple of them."""
+        """The batch as the user gets it: a dict or a named tuple, or whatever a transform returned."""
         return named(self.data, self._names)
 
     def __len__(self) -> int:
@@ -142,25 +146,25 @@ def _item(data: Any, i: int) -> Any:
     if isinstance(data, tuple):  # a transform may return anything
         values = [_item(value, i) for value in data]
         return data._make(values) if hasattr(data, "_make") else tuple(values)
-    if type(data) is list and data and not isinstance(data[0], (str, list)):  # else text or ragged, one entry an item
+    if type(data) is list and data and not isinstance(data[0], (str, list)):  # text, or ragged: one entry an item
         return [_item(value, i) for value in data]
     if not hasattr(data, "__getitem__") or getattr(data, "ndim", 1) == 0:
         return data
-    if getattr(data, "is_nested", False):  # before PyTorch 2.6 it has no items
+    if getattr(data, "is_nested", False):  # before PyTorch 2.6 a nested tensor cannot be indexed
         start, stop = data.offsets()[i : i + 2].tolist()
         return data.values()[start:stop]
     return data[i]
 
 
 def named(data: Any, names: tuple[str, ...]) -> Any:
-    """A batch or an item as a named tuple of these keys, if there are any."""
+    """A batch or an item as a named tuple of `names`; as it is if there are none."""
     return make_tuple(names, [_at(data, key) for key in names]) if names else data
 
 
 def _at(data: dict[str, Any], key: str) -> Any:
     value: Any = data
     for part in key.split("."):
-        if part not in value:  # a transform took it away
+        if part not in value:  # a transform removed it
             raise SchemaError(f"to_named_tuple: the batch has no {key!r}; it has {', '.join(map(repr, data))}")
         value = value[part]
     return value
@@ -169,14 +173,14 @@ def _at(data: dict[str, Any], key: str) -> Any:
 class ItemDataset:
     """A map-style dataset of one view's items, oldest episode first.
 
-    It pickles as a path, options and the index, and each process maps the files itself. The index (36 bytes an episode)
-    is shared by processes that are started with it. The number of items is of the last `refresh`; loaders made by
-    `dataloader` refresh at every epoch. The workers of any other DataLoader have copies of when they were started: with
-    `persistent_workers` make it anew after `refresh`.
+    It pickles as paths, options and the index, and each process maps the files itself. The index (36 bytes an episode)
+    is shared with processes that are started with it. The number of items is that of the last `refresh`; loaders made
+    by `dataloader` refresh at every epoch. Workers of another DataLoader have copies from when they were started: with
+    `persistent_workers=True`, make that DataLoader anew after `refresh`.
 
     Args:
-        reader: what reads its batches.
-        weights: the shares of its folders, which a loader of the library's gives.
+        reader: reads the batches.
+        weights: the shares of the folders in a batch, which only loaders of this library draw by.
     """
 
     def __init__(self, reader: BatchReader, weights: Sequence[float] | None = None) -> None:
@@ -190,13 +194,13 @@ class ItemDataset:
         return f"<{type(self).__name__} of {self.reader}: {len(self)} items>"
 
     def by_anchors(self) -> Self:
-        """A copy for processes that take no positions: it pickles without the index."""
+        """A copy for workers that get anchors, not positions, and so pickles without the index."""
         other = copy.copy(self)
         other.reader = self.reader.by_anchors()
         return other
 
     def refresh(self) -> None:
-        """Look for episodes that were published since."""
+        """Take in the episodes that were published since the last refresh."""
         self.reader.index(refresh=True)
 
     def __getitem__(self, i: Any) -> Any:
@@ -207,11 +211,11 @@ class ItemDataset:
         """Many items, read at once.
 
         Args:
-            indices: positions.
+            indices: (B,) positions.
 
         Raises:
             SchemaError: the options or the weights say which items are drawn.
-            IndexError: there are not so many items.
+            IndexError: a position is not below the number of items.
         """
         if self.weights is not None:
             raise _not_by_position("weights", self.weights)
@@ -220,14 +224,14 @@ class ItemDataset:
         return self.at(indices)
 
     def at(self, indices: Any) -> Batch:
-        """The items at some positions, or of some `_indices`.
+        """The items at some positions, or with some `_indices`.
 
         Args:
-            indices: (B,) positions, or (B, …) as `items_at` takes them.
+            indices: (B,) positions, or (B, 1 … 3) as `items_at` takes them.
 
         Raises:
             SchemaError: they are neither, or items are drawn by priority.
-            IndexError: there are not so many items.
+            IndexError: a position is not below the number of items.
             StaleEpisodeError: an episode is gone.
         """
         if self.reader.prioritized is not None:
@@ -253,18 +257,18 @@ class ItemDataset:
 
 
 def items_at(reader: BatchReader, index: Index, indices: Array) -> Anchors:
-    """The anchors of items that are named as a batch names them.
+    """The anchors (B,) of items that are given by the indices of a batch.
 
     Args:
-        reader: of the items.
+        reader: the reader of the items.
         index: the items that exist.
-        indices: (B, 2) serials and timesteps, `_indices`; of whole episodes and crops (B, 1) serials, `_index`. With
-            several folders the number of the folder comes first, one column more.
+        indices: (B, 2) serials and timesteps, as `_indices` of a batch; for whole episodes and crops (B, 1) serials, as
+            `_index`. With several folders the number of the folder comes first, one column more.
 
     Raises:
         SchemaError: the shape is another, or the options leave such an item out.
         NotEnoughDataError: there are no items.
-        StaleEpisodeError: an episode is gone, and no other item may stand for it.
+        StaleEpisodeError: an episode is gone, and `on_stale` is "raise".
     """
     by_folder, by_step = not reader.folders.single, not reader.selection.view.per_episode
     width = 1 + by_folder + by_step
@@ -278,30 +282,30 @@ def items_at(reader: BatchReader, index: Index, indices: Array) -> Anchors:
     columns = indices.astype(np.int64)
     serial, t = columns[:, int(by_folder)], columns[:, -1] if by_step else np.zeros(len(columns), np.int64)
     folder = columns[:, 0] if by_folder else None
-    anchors, there = index.find(folder, serial, t)
+    anchors, exists = index.find(folder, serial, t)
     anchors = index.followed(anchors)
-    if all_of(there):
+    if all_of(exists):
         return anchors
-    missing = np.flatnonzero(~there)
-    lost = anchors.where(missing)
-    _require_gone(reader, lost)
+    missing = np.flatnonzero(~exists)
+    missing_anchors = anchors.where(missing)
+    _require_gone(reader, missing_anchors)
     if reader.on_stale == "raise":
-        raise reader.gone(lost.serial)
+        raise reader.gone(missing_anchors.serial)
     rng = form_of(reader.output.format).rng()
-    return anchors.replaced(missing, reader.crop(index.draw_like(lost, rng), lambda: rng))
+    return anchors.replaced(missing, reader.crop(index.draw_like(missing_anchors, rng), lambda: rng))
 
 
-def _require_gone(reader: BatchReader, lost: Anchors) -> None:
-    """Raise SchemaError where an item is missing though its timestep is there, or never was."""
-    folders, numbers = reader.folders, np.zeros_like(lost.serial) if lost.folder is None else lost.folder
+def _require_gone(reader: BatchReader, missing: Anchors) -> None:
+    """Raise SchemaError unless each missing item's episode or timestep is gone: else the options leave it out."""
+    folders, numbers = reader.folders, np.zeros_like(missing.serial) if missing.folder is None else missing.folder
     folders.reach(numbers)
     tables = {number: table for number, _, table in folders.by_number(folders.tables)}
-    for number, serial, t in zip(numbers.tolist(), lost.serial.tolist(), lost.t.tolist(), strict=True):
+    for number, serial, t in zip(numbers.tolist(), missing.serial.tolist(), missing.t.tolist(), strict=True):
         if number not in tables:
             raise SchemaError(f"batch: folder {number}: there is none of that number; the folders are {[*tables]}")
         table = tables[number]
         slots = table.visible[table.serial[table.visible] == serial]
-        if slots.size and not 0 <= t < table.start[slots[0]]:  # those a ring has forgotten
+        if slots.size and not 0 <= t < table.start[slots[0]]:  # below `start`: a ring trimmed the timestep away
             length = table.length[slots[0]]
             remedy = "give the options by which it was drawn, or others that include it"
             if t == length:
@@ -313,7 +317,7 @@ def _require_gone(reader: BatchReader, lost: Anchors) -> None:
 
 
 def _outside(position: int, items: int) -> str:
-    """The error's text for a position beyond the items: a worker's dataset is a copy, which nobody can refresh."""
+    """The error's text for a position beyond the items; a worker's dataset is a copy, so `refresh` is no remedy."""
     torch = loaded_torch()
     if torch is None or torch.utils.data.get_worker_info() is None:
         return f"item {position}: the dataset has {items}; call refresh() to see newer ones"
@@ -332,20 +336,20 @@ def _not_by_position(option: str, value: object, more: str = "") -> SchemaError:
 
 
 def rng_of(anchors: Anchors) -> np.random.Generator:
-    """The generator of a batch."""
+    """The generator for the transforms of a batch, fixed by the random number of its first item."""
     assert anchors.chance is not None
     return np.random.default_rng(anchors.chance[:1])
 
 
 def handed_out(reader: BatchReader, data: Any, device: Any) -> Any:
-    """A finished batch as a named tuple, and on a device, where these are asked for."""
+    """A finished batch, as a named tuple and on a device if these are asked for."""
     if reader.output.tuple_names:
         data = named(data, reader.output.tuple_names)
     return data if device is None else form_of(reader.output.format).move(data, device)
 
 
 def batch_of(reader: BatchReader, indices: Any, device: Any) -> Any:
-    """A batch of the items at some positions or of some `_indices`, None for all, as a loader would give it."""
+    """A batch of the items at some positions (B,) or with some `_indices`, None for all, as a loader would give it."""
     index = reader.index(refresh=True)
     reader.require(index)
     numbers = np.arange(len(index)) if indices is None else to_numpy(indices)

@@ -1,4 +1,4 @@
-"""Batches as tensors: the form of `format="torch"`."""
+"""Columns as tensors, for `format="torch"`; `batches.form_of` puts these functions into a `Form`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memmap_buffer.views.gather import BFloat16Bits, Columns
 
 
 def torch_seed(generator: torch.Generator | None = None) -> int:
-    """A seed drawn from torch's generator: so `manual_seed` fixes it, and every worker has another."""
+    """A seed drawn from torch's generator, so that `manual_seed` fixes it, and every worker has another."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 def to_tensor(array: Array) -> Any:
-    """A tensor over an array's memory; text becomes lists of str."""
+    """A tensor that shares an array's memory; text becomes lists of str."""
     if array.dtype.kind == "U":
         try:
             return array.tolist()
@@ -39,15 +39,15 @@ def to_tensors(batch: Mapping[str, Array]) -> dict[str, Any]:
 
 def tensors_of(columns: Columns) -> dict[str, Any]:
     """Columns as tensors."""
-    from_numpy, out = torch.from_numpy, {}
-    for key, values in columns.items():  # in place of a comprehension, which is one more call before Python 3.12
-        plain = type(values) is np.ndarray and values.dtype.kind != "U"
-        out[key] = from_numpy(values) if plain else to_tensor(values)
-    return out
+    from_numpy, tensors = torch.from_numpy, {}
+    for key, values in columns.items():  # a comprehension would be one more call before Python 3.12
+        is_plain = type(values) is np.ndarray and values.dtype.kind != "U"
+        tensors[key] = from_numpy(values) if is_plain else to_tensor(values)
+    return tensors
 
 
 def unpadded(values: Any, lens: torch.Tensor) -> Any:
-    """Sequences (B, T, …) cut to their lengths (B,), as one jagged nested tensor; text as lists."""
+    """Sequences (B, T, …) cut to their lengths (B,): one jagged nested tensor; of text, lists."""
     if isinstance(values, list):
         return [row[:n] for row, n in zip(values, lens.tolist(), strict=True)]
     mask = torch.arange(values.shape[1]) < lens[:, None]
