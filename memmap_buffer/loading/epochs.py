@@ -1,8 +1,9 @@
-"""In which order a loader draws, which part of it this process gives, and where it stands.
+"""The samplers of a loader: the order of an epoch, the part of it that this rank draws, and the loader's state.
 
-An epoch goes round the items that exist when it begins (`OrderedSampler`), or has as many batches drawn by priority
-(`PrioritizedSampler`). The first kind is fixed by (seed, epoch) and these episodes: every item of it has a number in
-its order, from which `Order` computes its position; so any part of it can be drawn without what comes before.
+`EpochSampler` holds what all kinds share; read it first. `EpisodeLoader` iterates over it once an epoch. An epoch goes
+once over the items that exist when it begins (`OrderedSampler`), or has as many batches drawn by priority
+(`PrioritizedSampler`). The first kind is fixed by (seed, epoch) and the episodes: `Order` computes the position of the
+item with any number, so that any part of an epoch can be drawn without the part before it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from memmap_buffer.views.folders import Folders
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-CHUNK = 1 << 14  # items that are drawn together: numpy's cost per call vanishes in it
-WINDOW_BYTES = 256 << 20  # items that `shuffle="block"` shuffles together unless told otherwise take so many
+CHUNK = 1 << 14  # items that are drawn together: the overhead of numpy's calls is negligible then
+WINDOW_BYTES = 256 << 20  # the default size of a window of `shuffle="block"`: the items that it shuffles together
 SMALLER = (
     "%s: cache_bytes=%d has room for windows of %d items: shuffle='block' mixes so many, from %d places, and not %d "
     "from %d; give more to mix more"
@@ -47,18 +48,18 @@ AnyEpoch = TypeVar("AnyEpoch", bound=Handing)
 
 
 class EpochSampler(Generic[AnyEpoch]):
-    """A PyTorch batch sampler of `Anchors`, shared by ranks; of which items its epochs are, each kind says.
+    """A PyTorch batch sampler that gives `Anchors`. Ranks share its epochs; subclasses say which items these have.
 
     Args:
-        folders: that are read.
+        folders: the folders that are read.
         batch_size: items a batch.
         drop_last: leave out an incomplete last batch.
-        seed: fixes every epoch; None: a state that is loaded has it.
+        seed: fixes every epoch; None: a loaded state brings it.
         ranks: the processes that share each epoch.
-        tail: how items are shared that do not divide by the ranks, see `RankPartition`.
+        tail: what happens to items that do not divide by the ranks, see `RankPartition`.
 
     Attributes:
-        epoch: the number of the next one.
+        epoch: the number of the next epoch.
 
     Raises:
         SchemaError: options that contradict each other.
@@ -85,63 +86,69 @@ class EpochSampler(Generic[AnyEpoch]):
         self._begun: AnyEpoch | None = None
         self._ready = False
 
-    # What an epoch is, of each kind
+    # To be defined by each kind
 
     def _new(self) -> AnyEpoch:
-        """The next epoch, of what there is now."""
+        """The next epoch, over the items of now."""
         raise NotImplementedError
 
     def _batches_of(self, epoch: AnyEpoch) -> Iterator[Any]:
-        """The batches of an epoch, which counts from the first on: a DataLoader drops the first of two iterators."""
+        """The anchors of each batch. The epoch has begun with the first: a DataLoader drops one of two iterators."""
         raise NotImplementedError
 
     def _state_of(self, epoch: AnyEpoch | None) -> dict[str, Any]:
-        """Where an epoch stands; None: the next one, which is not begun."""
+        """The state of an epoch, as `state_dict` returns it; None: of the next epoch, which has not begun."""
         raise NotImplementedError
 
     def _parsed(self, state: Mapping[str, Any]) -> Any:
-        """The values of a state. Raises TypeError, ValueError, KeyError or AttributeError: it is none."""
+        """The values of a state. Raises TypeError, ValueError, KeyError or AttributeError if it is no valid state."""
         raise NotImplementedError
 
     def _load(self, parsed: Any, on_stale: str) -> None:
-        """Take over a state, or nothing of it. Raises as `load_state_dict`."""
+        """Take over a parsed state; where it raises, as `load_state_dict` does, nothing is changed."""
         raise NotImplementedError
 
     def _asked(self, epoch: AnyEpoch) -> Any:
-        """The options of an epoch that was made here which all ranks are to know, beside its state."""
+        """The options that this rank chose for an epoch it made, to be gathered from all ranks; see `_of_rank_0`."""
 
     def _state_for_ranks(self, epoch: AnyEpoch) -> dict[str, Any]:
         return self._state_of(epoch)
 
     def _of_rank_0(self, epoch: AnyEpoch, state: dict[str, Any], asked: Sequence[Any]) -> AnyEpoch:
-        """The epoch of which rank 0 told, or this rank's own where that is the same; asked: `_asked` of each rank."""
+        """The epoch that all ranks begin.
+
+        Args:
+            epoch: this rank's own, which is returned if it is the same.
+            state: `_state_for_ranks` of rank 0.
+            asked: of each rank `_asked`, None where it loaded a state.
+        """
         raise NotImplementedError
 
     def _folder_states(self) -> Any:
-        """The folders as this rank reads them."""
+        """The state of the folders as this rank reads them."""
         return folder_states(self._folders)
 
     def _require_same(self, ranks: Sequence[tuple[str, Any]]) -> None:
-        """Raise SchemaError where a rank reads other data; of each its host, and `_folder_states`."""
+        """Raise SchemaError where a rank reads other data. Args: ranks: (host, `_folder_states`) of each rank."""
         require_same(ranks, self._folders)
 
-    # What is the same for each
+    # The same for all kinds
 
     def set_epoch(self, epoch: int) -> None:
-        """The number of the next epoch; without it epochs count up by themselves."""
+        """Set the number of the next epoch; without it epochs count up by themselves."""
         self.epoch = epoch
         if self._loaded is not None and self._loaded.number != epoch:
             self._loaded = None
 
     def __len__(self) -> int:
-        """Batches of the next epoch, as far as it can be told now.
+        """The number of this rank's batches in the next epoch, as of now: new episodes may change it.
 
-        Of one that is gone on with all are counted, as PyTorch's stateful loaders do, by which Lightning ends its loop.
+        Of a resumed epoch all batches are counted, as PyTorch's stateful loaders do: Lightning's loop relies on it.
         """
         return self.num_batches(self.ranks.now())
 
     def num_batches(self, ranks: Ranks) -> int:
-        """Batches of the next epoch that any rank gives; all batches for `Ranks()`."""
+        """The number of batches of the next epoch for one of `ranks`; for `Ranks()`, of the whole epoch."""
         split = self._split(self._loaded or self._new(), ranks)
         return split.before + len(split)
 
@@ -153,7 +160,7 @@ class EpochSampler(Generic[AnyEpoch]):
     def whole(self) -> Iterator[Any]:
         """All batches of the next epoch, for a trainer that shares them among the ranks itself.
 
-        What it covers is fixed at once, as `begin` does, and all ranks must call it. `state_dict` does not count them.
+        The epoch is fixed at once, as by `begin`; all ranks must call this. `state_dict` does not count its batches.
         """
         epoch = self._next(self.ranks.now())
         epoch.partition = self._split(epoch, Ranks())
@@ -161,20 +168,20 @@ class EpochSampler(Generic[AnyEpoch]):
         return self._batches_of(epoch)
 
     def complete(self, batch_size: int, drop_last: bool) -> Self:
-        """Another of the same order of which no item is left out or repeated, to predict with."""
-        other = copy.copy(self)
-        other.batch_size, other.drop_last, other.tail = batch_size, drop_last, "uneven"
-        other._begun, other._ready = None, False
-        return other
+        """A sampler of the same order that leaves out and repeats no item, for prediction."""
+        sampler = copy.copy(self)
+        sampler.batch_size, sampler.drop_last, sampler.tail = batch_size, drop_last, "uneven"
+        sampler._begun, sampler._ready = None, False
+        return sampler
 
     def begin(self) -> AnyEpoch:
-        """Fix what the next iteration draws.
+        """Fix the epoch that the next iteration draws.
 
-        A loader does so at once, and not when its first batch is drawn: the ranks talk here, another thread may draw,
-        and with workers a DataLoader asks for two iterators, of which it uses one.
+        A loader calls this at once, not when the first batch is drawn: the ranks communicate here, a thread may draw,
+        and with workers a DataLoader makes two iterators but uses one.
 
         Raises:
-            SchemaError: a rank reads other data, or gives no batches.
+            SchemaError: a rank reads other data, or has no batches.
         """
         ranks = self.ranks.now()
         epoch = self._next(ranks)
@@ -183,25 +190,26 @@ class EpochSampler(Generic[AnyEpoch]):
         return epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, in numbers, strings and lists: the items handed out, and what tells the rest of the epoch.
+        """The state, in numbers, strings and lists: how many items were handed out, and the epoch's order and episodes.
 
-        The items are counted over all ranks, which are taken to be equally far.
+        Items are counted over all ranks, on the assumption that each has handed out as many batches.
         """
         epoch = self._begun or self._loaded
         return self._state_of(None if epoch is None or epoch.over else epoch)
 
     def load_state_dict(self, state: Mapping[str, Any], on_stale: str = "raise") -> None:
-        """Let the next epoch be the rest of the one that `state_dict` told of, in any process.
+        """Make the next epoch the rest of the one in which `state_dict` was called, in this process or another.
 
-        For the same number of ranks it is the same batches, for another the same items. Episodes published since are
-        no part of it. By priority it is as many batches, drawn by the priorities and from the episodes of then.
+        It has the same batches for the same number of ranks, else the same items. Episodes published since are not part
+        of it. By priority it has as many batches, drawn by the priorities and from the episodes of when it goes on.
 
         Args:
-            on_stale: "raise", or "redraw": items of episodes that are gone are drawn from what there is.
+            state: a result of `state_dict`.
+            on_stale: "raise", or "redraw": in the place of items whose episodes are gone, others are drawn.
 
         Raises:
             StaleEpisodeError: episodes of that epoch are gone.
-            SchemaError: it is no such state, or one of other options or folders.
+            SchemaError: it is no valid state, or it is of other options or folders.
         """
         check_choice("load_state_dict: on_stale", on_stale, OnStale)
         try:
@@ -216,39 +224,39 @@ class EpochSampler(Generic[AnyEpoch]):
         return RankPartition(epoch.items, epoch.begun, self.batch_size, ranks, self.drop_last, self.tail)
 
     def _next(self, ranks: Ranks) -> AnyEpoch:
-        """The next epoch, or the one of rank 0 where that is another. All ranks raise if one cannot give its part."""
+        """The next epoch; with several ranks the one of rank 0. All ranks raise if one of them cannot begin it."""
         ranks.require_seed(self.seed)
         if not ranks.connected:
             return self._loaded or self._new()
         try:
             return self._agreed(ranks)
-        except Exception:  # of all ranks, so all try again: a writer or a shard came or went in this moment
+        except Exception:  # raised on all ranks, so all retry once: a shard or episodes may have changed just then
             return self._agreed(ranks)
 
     def _agreed(self, ranks: Ranks) -> AnyEpoch:
-        epoch, stands = self._loaded, None
-        failed: Exception | None = None
+        epoch, proposal = self._loaded, None
+        failure: Exception | None = None
         try:
             epoch = epoch or self._new()
-            stands = host_name(), self._folder_states(), None if self._loaded else self._asked(epoch)
-        except Exception as error:  # an OSError or one of a user's filter, too: the others wait for this rank
-            epoch, failed = None, error
+            proposal = host_name(), self._folder_states(), None if self._loaded else self._asked(epoch)
+        except Exception as error:  # any, even of a user's filter: the other ranks wait for this one
+            epoch, failure = None, error
         state = ranks.agree({} if epoch is None else self._state_for_ranks(epoch))
-        everywhere = ranks.gather(stands)
+        proposals = ranks.gather(proposal)
         with all_or_none(ranks):
-            if failed is not None:
-                raise failed
-            if None not in everywhere:
-                self._require_same([(host, states) for host, states, _ in everywhere])
+            if failure is not None:
+                raise failure
+            if None not in proposals:
+                self._require_same([(host, states) for host, states, _ in proposals])
         assert epoch is not None
         with all_or_none(ranks):
-            epoch = self._of_rank_0(epoch, state, [asked for *_, asked in everywhere])
+            epoch = self._of_rank_0(epoch, state, [asked for *_, asked in proposals])
         ranks.require_equal(0 if self.tail == "uneven" else len(self._split(epoch, ranks)))
         return epoch
 
 
 class EpochState(NamedTuple):
-    """The state of an epoch that was begun: its order, the items handed out of it, and the episodes that it covers."""
+    """The parsed state of an epoch that was begun: its order, the number of items handed out, and its episodes."""
 
     seed: int
     number: int
@@ -258,22 +266,22 @@ class EpochState(NamedTuple):
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> EpochState:
-        """As `Epoch.state` told it. Raises TypeError, ValueError or KeyError for anything else."""
+        """Parse the result of `Epoch.state`. Raises TypeError, ValueError or KeyError for anything else."""
         seed, number, delivered, window = (whole_number(state[key]) for key in ("seed", "epoch", "delivered", "window"))
         shuffle = Shuffle(state["shuffle"], window, whole_number(state.get("blocks", BLOCKS), 1))
         return cls(seed, number, delivered, shuffle, EpochSnapshot.from_state(state))
 
 
 class OrderedSampler(EpochSampler[Epoch]):
-    """Epochs that go round all items; each sees the episodes published since.
+    """Epochs that go once over all items; each includes the episodes published before it begins.
 
     Args:
         reader: reads the batches.
-        shuffle: False; True: without replacement, in an order of (seed, epoch); "block": see `BlockShuffle`.
+        shuffle: False: no shuffling; True: a random order, fixed by (seed, epoch); "block": see `BlockShuffle`.
         window: with "block", how many items are shuffled together; None: as many as take 256 MiB.
-        weights: one per folder: each batch has exactly these shares, every folder going round in an order of its own;
-            an epoch has as many items as without.
-        how: the others of `EpochSampler`.
+        weights: the share of each folder in every batch, exactly. Each folder has an order of its own, and is gone over
+            repeatedly, until the epoch has as many items as without weights.
+        how: the other arguments of `EpochSampler`.
 
     Raises:
         SchemaError: options that contradict each other.
@@ -318,7 +326,7 @@ class OrderedSampler(EpochSampler[Epoch]):
         self.seed, self.epoch, self._on_stale = seed, number, on_stale
 
     def _rebuilt(self, state: EpochState, on_stale: str) -> Epoch:
-        """The rest of an epoch that a state tells of."""
+        """The rest of an epoch, from its state."""
         index = state.snapshot.index(self.reader.selection, self.reader.folders, on_stale)
         use = self._cache_use(index)
         if use is not None:
@@ -327,25 +335,25 @@ class OrderedSampler(EpochSampler[Epoch]):
 
     def _new(self) -> Epoch:
         index = self.reader.index(refresh=True)
-        seed = self.seed or 0  # of one without a seed the batches are counted, and no more
+        seed = self.seed or 0  # without a seed only the number of batches is asked for
         if self.shuffle != "block":
             return Epoch(seed, self.epoch, Shuffle(self.shuffle), index)
         asked = Shuffle("block", self.window or _default_window(self.reader, index))
         return Epoch(seed, self.epoch, self._fitted(asked, self._cache_use(index)), index)
 
     def _cache_use(self, index: Index) -> CacheUse | None:
-        """The use that an epoch in blocks makes of the cache; None where nothing is given back."""
+        """The room that an epoch with shuffle="block" takes in the cache; None where no cache has a bound."""
         bound = smallest_bound(self.reader.folders)
         if self.shuffle != "block" or bound is None:
             return None
         return CacheUse.of(self.reader, index, len(self.weights or [1]), bound)
 
     def _fitted(self, asked: Shuffle, use: CacheUse | None) -> Shuffle:
-        """The shuffle that was asked for, or one of smaller windows, of which the log tells once."""
+        """The shuffle that was asked for, or one with smaller windows, with a warning in the log once."""
         if use is None:
             return asked
         ranks = self.ranks.now()
-        if ranks.world_size > 1 and not ranks.connected:  # each has a cache of its own, and all need one order
+        if ranks.world_size > 1 and not ranks.connected:  # caches may differ, but the order must not
             use.require(asked, "ranks that are given cannot agree on smaller ones; initialise torch.distributed")
             return asked
         shuffle = use.fitted(asked)
@@ -359,7 +367,7 @@ class OrderedSampler(EpochSampler[Epoch]):
         return epoch.shuffle
 
     def _of_rank_0(self, epoch: Epoch, state: dict[str, Any], asked: Sequence[Shuffle | None]) -> Epoch:
-        if asked[0] is not None:  # a new epoch, whose windows the smallest cache must hold
+        if asked[0] is not None:  # a new epoch: the smallest cache of all ranks must hold its windows
             windows = [shuffle for shuffle in asked if shuffle is not None]
             state |= min(windows, key=lambda shuffle: shuffle.window).state()
         if state != epoch.state():
@@ -370,8 +378,8 @@ class OrderedSampler(EpochSampler[Epoch]):
     def _batches_of(self, epoch: Epoch) -> Iterator[Anchors]:
         self.epoch, self._loaded, self._on_stale = epoch.number + 1, None, self.reader.on_stale
         for anchors, size in self._chunks(epoch, self.order_of(epoch)):
-            for at in range(0, anchors.size, size):
-                yield anchors.where(slice(at, at + size))
+            for first in range(0, anchors.size, size):
+                yield anchors.where(slice(first, first + size))
 
     def order_of(self, epoch: Epoch) -> Order:
         """The order of the items of an epoch."""
@@ -382,7 +390,7 @@ class OrderedSampler(EpochSampler[Epoch]):
         return Order(epoch.index, bounds, epoch.shuffle, quota, epoch.seed, epoch.number)
 
     def _chunks(self, epoch: Epoch, order: Order) -> Iterator[tuple[Anchors, int]]:
-        """The anchors of many batches at a time, and how many items each of these has."""
+        """(the anchors of one batch or many, the number of items of a batch), until the epoch is over."""
         assert epoch.partition is not None
         ahead = self._ahead(epoch)
         chunks = epoch.partition.chunks(CHUNK)
@@ -396,7 +404,7 @@ class OrderedSampler(EpochSampler[Epoch]):
                 yield self.reader.crop(part, partial(epoch.generator, first)), size
 
     def _ahead(self, epoch: Epoch) -> Readahead | None:
-        """With "block", the read-ahead of its windows; mixtures have none."""
+        """The read-ahead of the windows of shuffle="block"; None for other orders, and with weights."""
         turn = epoch.shuffle.turn(len(epoch.index), epoch.seed, epoch.number, 0)
         if self.weights is not None or not isinstance(turn, BlockShuffle):
             return None
@@ -404,15 +412,15 @@ class OrderedSampler(EpochSampler[Epoch]):
 
 
 class PrioritizedEpoch(Handing):
-    """As many batches drawn by priority as one epoch has.
+    """As many batches, drawn by priority, as an ordered epoch has.
 
     Args:
         number, begun, items: see `Handing`.
-        first: how many batches were handed out before it began here, by which β rises.
+        first: the number of batches before this epoch, by which β rises.
 
     Attributes:
-        drawn: how many batches were drawn here; some of them may be thrown away.
-        counts: whether batches count when they are handed out, not when they are drawn.
+        drawn: how many batches were drawn in this process; some of them may never be used.
+        counts: whether batches count for β when they are handed out, not when they are drawn.
     """
 
     def __init__(self, number: int, begun: int, items: int, first: int) -> None:
@@ -423,7 +431,7 @@ class PrioritizedEpoch(Handing):
 
     @property
     def num_drawn(self) -> int:
-        """How many batches count, by which β rises."""
+        """The number of batches so far, by which β rises."""
         return self.first + (self.batches if self.counts else self.drawn)
 
     def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -432,34 +440,34 @@ class PrioritizedEpoch(Handing):
 
 
 class PrioritizedSampler(EpochSampler[PrioritizedEpoch]):
-    """Epochs of batches that are drawn by priority, as many as of one that goes round; every batch is full.
+    """Epochs of full batches drawn by priority, as many as an ordered epoch has.
 
-    Ranks draw as many batches as they would have of such an epoch, each by random numbers of its own, from priorities
-    that are the same on all of them. Nothing but the seed and the number of batches is fixed before a batch is drawn,
-    as priorities change.
+    Each rank draws as many batches as its part of an ordered epoch has, by random numbers of its own, from priorities
+    that are the same on all ranks. As priorities change, only the seed and the number of batches are fixed beforehand.
 
     Args:
-        draws: gives the anchors.
-        how: the others of `EpochSampler`: of items that do not divide by the ranks, "drop" counts them for no batch.
+        draws: draws the anchors.
+        how: the other arguments of `EpochSampler`; with tail="drop", items that do not divide by the ranks do not count
+            for the number of batches.
     """
 
     def __init__(self, draws: PrioritizedDraws, **how: Any) -> None:
         super().__init__(draws.reader.folders, **how)
         self.draws = draws
-        self.tail = "drop" if self.tail == "drop" else "pad"  # every rank has as many
-        self._first = 0  # batches before the first epoch
+        self.tail = "drop" if self.tail == "drop" else "pad"  # every rank has the same number of batches
+        self._first = 0  # the number of batches before the first epoch of this sampler
 
     def whole(self) -> Iterator[Anchors]:
-        """See `EpochSampler.whole`; a part of them is drawn by priority too, and β rises by them."""
+        """See `EpochSampler.whole`. All of them are drawn on this rank, by priority, and β rises by them."""
         epoch = self.begin()
         epoch.partition, self._ready = self._split(epoch, Ranks()), False
         return self._batches_of(epoch)
 
     def complete(self, batch_size: int, drop_last: bool) -> PrioritizedSampler:
-        """Another of the same draws."""
-        other = super().complete(batch_size, drop_last)
-        other.tail, other.epoch, other._first, other._loaded = self.tail, 0, self._num_drawn, None
-        return other
+        """A sampler of the same draws, see `EpochSampler.complete`; its β goes on from here."""
+        sampler = super().complete(batch_size, drop_last)
+        sampler.tail, sampler.epoch, sampler._first, sampler._loaded = self.tail, 0, self._num_drawn, None
+        return sampler
 
     def begin(self) -> PrioritizedEpoch:
         self.draws.share(self.ranks.now())
@@ -470,7 +478,7 @@ class PrioritizedSampler(EpochSampler[PrioritizedEpoch]):
 
     @property
     def _num_drawn(self) -> int:
-        """Batches that count, by which β rises."""
+        """The number of batches so far, by which β rises."""
         return self._first if self._begun is None else self._begun.num_drawn
 
     def _state_of(self, epoch: PrioritizedEpoch | None) -> dict[str, Any]:
@@ -482,8 +490,8 @@ class PrioritizedSampler(EpochSampler[PrioritizedEpoch]):
         return {"seed": self.seed, **progress, "num_drawn": self._num_drawn}
 
     def _parsed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        later = {name: state.get(name, 0) for name in ("num_drawn", "delivered", "items")}
-        return {"seed": state["seed"], "epoch": state["epoch"], **later}
+        optional = {name: state.get(name, 0) for name in ("num_drawn", "delivered", "items")}
+        return {"seed": state["seed"], "epoch": state["epoch"], **optional}
 
     def _load(self, parsed: dict[str, int], on_stale: str) -> None:
         for name, value in parsed.items():
@@ -492,8 +500,8 @@ class PrioritizedSampler(EpochSampler[PrioritizedEpoch]):
         self._loaded = PrioritizedEpoch(self.epoch, begun, items, self._first) if items else None
 
     def _state_for_ranks(self, epoch: PrioritizedEpoch) -> dict[str, Any]:
-        here = {"number": epoch.number, "begun": epoch.begun, "items": epoch.items}
-        return {"seed": self.seed, "first": self._num_drawn, **here}
+        progress = {"number": epoch.number, "begun": epoch.begun, "items": epoch.items}
+        return {"seed": self.seed, "first": self._num_drawn, **progress}
 
     def _of_rank_0(self, epoch: PrioritizedEpoch, state: dict[str, Any], asked: Sequence[Any]) -> PrioritizedEpoch:
         self.seed = state.pop("seed")
@@ -501,7 +509,7 @@ class PrioritizedSampler(EpochSampler[PrioritizedEpoch]):
 
     def _batches_of(self, epoch: PrioritizedEpoch) -> Iterator[Anchors]:
         assert epoch.partition is not None
-        part = () if epoch.begun == 0 else (epoch.begun,)  # the rest does not repeat the chance of the beginning
+        part = () if epoch.begun == 0 else (epoch.begun,)  # else the rest would repeat the first random numbers
         ranks = self.ranks.now()
         rng = np.random.default_rng((ranks.require_seed(self.seed), epoch.number, ranks.rank, *part))
         self.epoch, self._loaded = epoch.number + 1, None
@@ -513,7 +521,7 @@ class PrioritizedSampler(EpochSampler[PrioritizedEpoch]):
 
 @contextmanager
 def all_or_none(ranks: Ranks) -> Iterator[None]:
-    """Where the block raises on one rank, all of them raise."""
+    """A block that raises on every rank if it raises on one."""
     try:
         yield
     except Exception as error:
@@ -529,14 +537,14 @@ def whole_number(value: Any, least: int = 0) -> int:
 
 
 def _default_window(reader: BatchReader, index: Index) -> int:
-    """The number of items whose fields take `WINDOW_BYTES`."""
+    """The number of items whose fields take `WINDOW_BYTES` together."""
     row = sum(field.itemsize for field in reader.folders.schema.fields.values())
     return max(1, WINDOW_BYTES * len(index) // max(1, steps_of(index) * row))
 
 
 def _check_shuffle(shuffle: object, window: object, weight_by: object) -> None:
     check_choice("shuffle", shuffle, ShuffleChoice)
-    if not isinstance(shuffle, (bool, str)):  # 1 equals True, and is none
+    if not isinstance(shuffle, (bool, str)):  # 1 passes the check above, as it equals True
         raise SchemaError(f"shuffle: got {shuffle!r}, expected False, True or 'block'")
     if window is not None and (shuffle != "block" or type(window) is not int or window < 1):
         raise SchemaError(
