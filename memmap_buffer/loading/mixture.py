@@ -1,4 +1,8 @@
-"""Batches of items of several unlike sources, each with a reader of its own: their epochs, and how they are joined."""
+"""Batches with items of several unlike sources, each with a reader of its own: their epochs, and how they are joined.
+
+`MixtureSampler` draws the items of an epoch from the sources, `MixtureDataset` reads and joins them; `api.mixture`
+gives both to an `EpisodeLoader`. The items of a source that lacks a key, or has shorter ones, are padded with zeros.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ from memmap_buffer.views.anchors import Anchors, MixedAnchors
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-PRESENT = "_present_"  # before a key: where each item has it
+PRESENT = "_present_"  # prefix of a mask: which entries of the key each item has
 SOURCE = "_source"  # the number of each item's source
-OF_NO_STEP = ("_steps", "_indices", "_index")  # keys that name episodes: -1 where there is none
+OF_NO_STEP = ("_steps", "_indices", "_index")  # keys that name episodes or steps, padded with -1
 MAX_ITEMS = 2**62
 
 
@@ -34,40 +38,40 @@ MAX_ITEMS = 2**62
 
 
 class Chances:
-    """The source of each item by chance: exact shares in a random order, so that no source repeats an item too early.
+    """The source of each item in random order, with exact shares, so that no source repeats an item too early.
 
     Args:
-        weights: (S,) positive.
-        items: how many the epoch has; those beyond follow in exact shares.
-        seed: whole numbers that choose the order.
+        weights: (S,) the shares of the sources, positive.
+        items: the number of items of the epoch. Items with higher numbers come in the order of `Quota`.
+        seed: whole numbers that fix the order.
     """
 
     def __init__(self, weights: Sequence[float], items: int, *seed: int) -> None:
         self._quota, self._items, self._seed = Quota(weights), items, seed
 
     def turns(self, i: IntArray) -> tuple[IntArray, IntArray]:
-        """The source of each item number (B,), and the number of the item in the order of that source."""
+        """For item numbers (B,): (B,) the source of each, and (B,) its number among the items of that source."""
         source, item = self._quota.turns(i)
         block = np.where(i < self._items, i // CHUNK, -1)
         for number in np.unique(block[block >= 0]).tolist():
-            first, mine = number * CHUNK, np.flatnonzero(block == number)
+            first, in_block = number * CHUNK, np.flatnonzero(block == number)
             size = min(CHUNK, self._items - first)
             sources = self._quota.turns(first + Permutation(size, *self._seed, number)(np.arange(size)))[0]
             is_of = sources == np.arange(self._quota.folders)[:, None]
             items = self._quota.num_given(first)[:, None] + np.cumsum(is_of, axis=1) - 1
-            within = i[mine] - first
-            source[mine] = sources[within]
-            item[mine] = items[source[mine], within]
+            within = i[in_block] - first
+            source[in_block] = sources[within]
+            item[in_block] = items[source[in_block], within]
         return source, item
 
 
 class MixtureEpoch(Handing):
-    """An epoch of several sources.
+    """An epoch over several sources.
 
     Args:
-        seed, number: its order.
-        parts: the epoch of each source, of which it gives as many items as are its share.
-        items: how many it has.
+        seed, number: fix its order.
+        parts: name -> the epoch of a source, of which as many items are given as its share has.
+        items: the number of its items.
         begun: how many of them were handed out before, by another process.
     """
 
@@ -76,13 +80,13 @@ class MixtureEpoch(Handing):
         self.seed, self.parts = seed, parts
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, in numbers, strings and lists."""
+        """The state of the epoch, in numbers, strings and lists."""
         position = {"seed": self.seed, "epoch": self.number, "delivered": self.delivered, "items": self.items}
         return {**position, "sources": {name: part.state() for name, part in self.parts.items()}}
 
 
 class MixtureState(NamedTuple):
-    """The state of a mixture: its seed, the number of its epoch, and of one that is begun how far it is."""
+    """The parsed state of a `MixtureSampler`; `parts` is None before an epoch has begun."""
 
     seed: int
     number: int
@@ -93,7 +97,7 @@ class MixtureState(NamedTuple):
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> MixtureState:
-        """As a sampler told it. Raises TypeError, ValueError, KeyError or AttributeError for anything else."""
+        """Parse the state of a sampler. Raises TypeError, ValueError, KeyError or AttributeError for anything else."""
         parts = state["sources"]
         parts = None if parts is None else {name: EpochState.of(part) for name, part in parts.items()}
         seed, number, delivered, items = (whole_number(state[name]) for name in ("seed", "epoch", "delivered", "items"))
@@ -101,14 +105,15 @@ class MixtureState(NamedTuple):
 
 
 class MixtureSampler(EpochSampler[MixtureEpoch]):
-    """Epochs in which each source has its share of every batch, and goes round in an order of its own.
+    """Epochs in which each source has its share of the items, and is gone over repeatedly in an order of its own.
 
     Args:
-        members: name -> the sampler of a source, of which the order is taken.
+        members: name -> the sampler of a source, asked only for the order of its items.
         weights: (S,) the shares.
-        exact: whether every run of items has the shares; else each item is of a source by chance.
-        length: how long an epoch is: until the "longest" or "shortest" source was gone round once, or so many items.
-        how: the others of `EpochSampler`.
+        exact: whether every run of items has the shares; else the source of each item is random.
+        length: the length of an epoch: until the "longest" or "shortest" source was gone over once, or a number of
+            items.
+        how: the other arguments of `EpochSampler`.
     """
 
     def __init__(
@@ -134,7 +139,7 @@ class MixtureSampler(EpochSampler[MixtureEpoch]):
         return MixtureEpoch(self.seed or 0, self.epoch, parts, self._items([part.items for part in parts.values()]))
 
     def _items(self, sizes: Sequence[int]) -> int:
-        """How many items an epoch of sources of these sizes has."""
+        """The number of items of an epoch, from the number of items of each source."""
         if not isinstance(self._length, str):
             return self._length
         rounds = np.asarray(sizes) * (np.sum(self._weights) / np.asarray(self._weights))
@@ -161,12 +166,17 @@ class MixtureSampler(EpochSampler[MixtureEpoch]):
                 yield self._with_chance(chunk.where(slice(row * size, (row + 1) * size)), epoch, first)
 
     def _with_chance(self, batch: MixedAnchors, epoch: MixtureEpoch, first: int) -> MixedAnchors:
-        """A batch whose items have their random numbers, where there is a use for them."""
+        """The anchors of a batch with their random numbers, where a source needs some.
+
+        Args: first: the number, in the epoch, of the batch's first item.
+        """
         members = zip(self.members.values(), batch.parts, epoch.parts.values(), strict=True)
-        cropped = [member.reader.crop(part, partial(of.generator, first)) for member, part, of in members]
+        cropped = [
+            member.reader.crop(part, partial(epoch_part.generator, first)) for member, part, epoch_part in members
+        ]
         return MixedAnchors(batch.source, tuple(cropped))
 
-    # Where it stands
+    # Its state
 
     def _state_of(self, epoch: MixtureEpoch | None) -> dict[str, Any]:
         if epoch is None:
@@ -183,7 +193,7 @@ class MixtureSampler(EpochSampler[MixtureEpoch]):
         self.seed, self.epoch = parsed.seed, parsed.number
 
     def _rebuilt(self, state: MixtureState, on_stale: str) -> MixtureEpoch:
-        """The rest of an epoch that a state tells of."""
+        """The rest of an epoch, from its state."""
         assert state.parts is not None
         if [*state.parts] != [*self.members]:
             raise SchemaError(f"load_state_dict: the epoch is of {[*state.parts]}, this mixture of {[*self.members]}")
@@ -210,7 +220,7 @@ class MixtureSampler(EpochSampler[MixtureEpoch]):
 
 
 def _seed_of(seed: int, number: int) -> int:
-    """The seed of a source, whole."""
+    """The seed of the source with this number, a whole number of 64 bits."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0])
 
 
@@ -221,9 +231,10 @@ class Column(NamedTuple):
     """A key of the joined batch.
 
     Attributes:
-        shape: of an item, the most of any source along each axis.
-        dtype: that holds the values of all.
-        unlike: which axes are longer in one source than in another; None where all have the key, of one shape.
+        shape: the shape of an item: along each axis, the greatest length of any source.
+        dtype: a dtype that holds the values of all sources.
+        unlike: for each axis whether its length differs between sources; None where the key gets no mask, because all
+            sources have it in one shape, or because it begins with "_".
     """
 
     shape: tuple[int, ...]
@@ -232,17 +243,17 @@ class Column(NamedTuple):
 
 
 class MixtureDataset:
-    """Items of several sources, read by the anchors that a `MixtureSampler` gives.
+    """Items of several sources, read at the anchors that a `MixtureSampler` gives.
 
     Args:
-        readers: name -> what reads the items of a source, as arrays.
+        readers: name -> the reader of a source, of format "numpy".
         format: "torch" or "numpy".
 
     Attributes:
-        names: of the sources, by their numbers.
+        names: the names of the sources, by their numbers.
 
     Raises:
-        SchemaError: a key has other axes in another source.
+        SchemaError: the number of axes of a key differs between sources.
         NotEnoughDataError: a source is empty.
     """
 
@@ -255,13 +266,13 @@ class MixtureDataset:
         return sum(len(reader.index()) for reader in self._readers)
 
     def by_anchors(self) -> Self:
-        """A copy for processes that take no positions: it pickles without the indices."""
+        """A copy for workers, which get anchors and no positions; it pickles without the indices."""
         other = copy.copy(self)
         other._readers = [reader.by_anchors() for reader in self._readers]
         return other
 
     def __getitems__(self, batch: Any) -> Batch:
-        """The batch at some anchors."""
+        """The joined batch at some `MixedAnchors` (B,)."""
         anchors = anchors_of(batch)
         assert isinstance(anchors, MixedAnchors), "a mixture is read in the order of its own loader"
         parts = [
@@ -273,7 +284,7 @@ class MixtureDataset:
         return Batch(nest(data), anchors.size)
 
     def _read(self, number: int, anchors: Anchors) -> dict[str, Array]:
-        """The items of one source: key -> (n, …), as its transforms leave them."""
+        """The items of one source: key -> (n, …), as its transforms returned them."""
         reader = self._readers[number]
         batch = finished(reader, reader.read(anchors), partial(rng_of, anchors))
         if not isinstance(batch, dict):
@@ -288,7 +299,7 @@ class MixtureDataset:
         return columns
 
     def _as_before(self, number: int, columns: dict[str, Array]) -> dict[str, Array]:
-        """The items of a source. Raises SchemaError: its transform gave other keys than for the first item."""
+        """The columns as they are. Raises SchemaError: the source has other keys or axes than at its first item."""
         axes = {key: values.ndim for key, values in columns.items()}
         if axes != self._axes[number]:
             raise SchemaError(
@@ -298,7 +309,7 @@ class MixtureDataset:
         return columns
 
     def _all_columns(self) -> dict[str, Column]:
-        """The keys of the joined batch, found by one item of each source."""
+        """The keys of the joined batch, found by reading the first item of each source."""
         samples = []
         for i, reader in enumerate(self._readers):
             index = reader.index(refresh=True)
@@ -309,11 +320,11 @@ class MixtureDataset:
         keys = dict.fromkeys(key for sample in samples for key in sample)
         columns = {key: self._column(key, [sample.get(key) for sample in samples]) for key in keys}
         own = [SOURCE, *(PRESENT + key for key, column in columns.items() if column.unlike is not None)]
-        groups = {key[:at] for key in keys for at, character in enumerate(key) if character == "."}
+        groups = {key[:dot] for key in keys for dot, character in enumerate(key) if character == "."}
         for key in keys:
             if key in own or key in groups:
-                also = "a group of another" if key in groups else "made by the mixture"
-                raise SchemaError(f"{key!r} is a key of one source, and {also}; rename it in a transform")
+                clash = "a group of another" if key in groups else "made by the mixture"
+                raise SchemaError(f"{key!r} is a key of one source, and {clash}; rename it in a transform")
         return columns
 
     def _column(self, key: str, samples: Sequence[Array | None]) -> Column:
@@ -328,32 +339,37 @@ class MixtureDataset:
         return Column(tuple(map(max, sizes)), dtype, None if is_mask else unlike)
 
     def _joined(self, parts: Sequence[tuple[IntArray, dict[str, Array]]], size: int) -> Iterator[tuple[str, Array]]:
-        """The columns of all sources, zeros where an item has less, and which entries each item has."""
+        """(key, column) of the joined batch, zeros (-1 for `OF_NO_STEP`) where an item has no entry; and the masks.
+
+        Args:
+            parts: (rows (n,) of the batch, key -> (n, …)) of each source.
+            size: B.
+        """
         for key, (shape, dtype, unlike) in self._columns.items():
-            each = [(rows, part[key]) for rows, part in parts if key in part]
-            longest = tuple(map(max, zip(shape, *(values.shape[1:] for _, values in each), strict=True)))
-            dtype = common_dtype(key, [dtype, *(values.dtype for _, values in each)])  # texts may be longer than ever
-            out = np.full((size, *longest), -1 if key in OF_NO_STEP else dtype.type(), dtype)
-            for rows, values in each:
-                out[_place(rows, values.shape[1:])] = values
-            yield key, out
+            of_key = [(rows, part[key]) for rows, part in parts if key in part]
+            longest = tuple(map(max, zip(shape, *(values.shape[1:] for _, values in of_key), strict=True)))
+            dtype = common_dtype(key, [dtype, *(values.dtype for _, values in of_key)])  # texts may be longer by now
+            column = np.full((size, *longest), -1 if key in OF_NO_STEP else dtype.type(), dtype)
+            for rows, values in of_key:
+                column[_place(rows, values.shape[1:])] = values
+            yield key, column
             if unlike is not None:
                 present = np.zeros((size, *np.where(unlike, longest, 1)), np.bool_)
-                for rows, values in each:
+                for rows, values in of_key:
                     present[_place(rows, np.where(unlike, values.shape[1:], 1))] = True
                 yield PRESENT + key, present
 
 
 def common_dtype(key: str, dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
-    """The dtype that holds the values of all. Raises SchemaError: numbers and texts, say, have none."""
+    """The dtype that holds all values of these dtypes. Raises SchemaError if none does, as for numbers and text."""
     kinds = {dtype.kind for dtype in dtypes}
     dtype = np.result_type(*dtypes) if kinds <= {*"biufc"} or kinds == {"U"} else np.dtype(object)
-    if dtype.kind == "O" or (dtype.kind == "f" and "f" not in kinds):  # int64 and uint64 have none that is exact
-        names = [*dict.fromkeys(each.name for each in dtypes)]
+    if dtype.kind == "O" or (dtype.kind == "f" and "f" not in kinds):  # int64 and uint64 would become float64
+        names = [*dict.fromkeys(dtype_of_source.name for dtype_of_source in dtypes)]
         raise SchemaError(f"{key!r} is of {names}; give the sources a transform that makes them alike")
     return dtype
 
 
 def _place(rows: IntArray, lengths: Iterable[int]) -> Any:
-    """The index of so many entries along each axis of some items."""
+    """The index of the first `lengths` entries along the axes of some rows."""
     return rows, *map(slice, lengths)
