@@ -1,4 +1,7 @@
-"""Batches as `sample` gives them: drawn with replacement, or no item twice."""
+"""Batches as `sample` gives them: drawn with replacement, or no item twice.
+
+`api.reading` keeps one `UniformSampler` for each set of options that `sample` was called with.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +23,22 @@ from memmap_buffer.views.anchors import Anchors
 from memmap_buffer.views.folders import Found
 from memmap_buffer.views.gather import Columns
 
-MOST = 32  # batches that are read as one: numpy's cost is calls, and there are as many for one batch as for all
-MOST_BYTES = 3 << 19  # and their memory, so that they lie in the second cache until they are asked for
+MOST = 32  # the most batches that are read as one: numpy's calls are the cost, as many for all batches as for one
+MOST_BYTES = 3 << 19  # the most bytes of these batches, so that they stay in the processor's L2 cache until handed out
 _NBYTES = attrgetter("nbytes")
 
 
 @dataclass
 class Block:
-    """Several batches that were read as one.
+    """Several batches that were read as one, and are handed out in turn.
 
     Attributes:
-        of: what they were drawn from, an index or a mark of the journal, and the items of a batch.
-        columns: of all; let go of with the last batch.
-        size: their items.
-        at: those that were handed out.
-        nbytes: of all.
-        unread: the anchors of all, where they could not be read as one: each batch is then read in its turn.
+        of: (the index that they were drawn from, or the journal's mark; the batch size). Another one: draw anew.
+        columns: the columns of all batches, freed with the last batch.
+        size: the number of items of all batches.
+        at: the number of items that were handed out.
+        nbytes: the bytes of all columns.
+        unread: the anchors of all batches, if reading them as one failed: each batch is then read in its turn.
     """
 
     of: tuple[object, int] | None = None
@@ -46,14 +49,14 @@ class Block:
     unread: Anchors | None = None
 
     def next(self, batch_size: int) -> Columns:
-        """The next batch."""
+        """The next batch, as views of the columns."""
         first, self.at, columns = self.at, self.at + batch_size, self.columns
         if self.at == self.size:
             self.columns = {}
         return {key: values[first : self.at] for key, values in columns.items()}
 
     def next_count(self, batch_size: int) -> int:
-        """How many batches the block after this one should have: twice as many, as long as that takes little memory."""
+        """The number of batches of the block after this one: twice as many, within `MOST` and `MOST_BYTES`."""
         most = MOST_BYTES * self.size // max(1, self.nbytes * batch_size)
         return max(1, min(2 * self.size // batch_size, MOST, most))
 
@@ -61,14 +64,18 @@ class Block:
 class UniformSampler:
     """Batches drawn with replacement, as `sample` gives them; the shares of weighted folders are exact.
 
-    As long as nothing changes several are drawn and read as one, and handed out in turn: each is what it would be if it
-    were read then.
+    As long as the folders do not change, several batches are drawn and read as one, and handed out in turn. Each is
+    as if it were read only then.
+
+    Args:
+        reader: reads the batches.
+        weights: the shares of the folders; None: every item alike, or by the `weight_by` of the reader.
     """
 
     def __init__(self, reader: BatchReader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
         self._quota = None if weights is None else Quota(weights)
-        self._position = 0  # of the next item among all
+        self._position = 0  # the number of the next item among all that were drawn, by which shares are counted
         may_follow = weights is None and not reader.frozen
         self._may_follow = may_follow and LiveIndex.follows(reader.selection, reader.folders)
         self._one_by_one = not reader.reads_together
@@ -76,7 +83,7 @@ class UniformSampler:
         renew_after_fork(self)
 
     def renew(self) -> None:
-        """Begin anew what threads share; in a forked child another one may have been in the middle."""
+        """Reset what threads share; in a forked child, as another thread of the parent may have been in the middle."""
         self._turn = threading.RLock()
         self._live: LiveIndex | None = None
         self._block = Block()
@@ -87,10 +94,10 @@ class UniformSampler:
         """The next batch.
 
         Args:
-            batch_size: items.
-            rng: chance.
-            alone: the batch does not depend on those before.
-            distinct: no item is there twice; for one that is `alone`.
+            batch_size: the number of items.
+            rng: draws them.
+            alone: the batch does not depend on those before: it is none that was read ahead.
+            distinct: no item is drawn twice; only with `alone`.
 
         Raises:
             NotEnoughDataError: there is nothing to draw.
@@ -117,20 +124,23 @@ class UniformSampler:
                 records = block.unread.where(slice(first, block.at))
             else:
                 count = 1 if block.of != of or self._one_by_one else block.next_count(batch_size)
-                self._position -= block.size - block.at  # so that shares go on where they stood
+                self._position -= block.size - block.at  # batches that are dropped do not count for the shares
                 self._block = Block()
                 records = self._draw(source, count * batch_size, rng, self._position)
                 self._position += count * batch_size
-            if self._quota is not None:  # in the turn of this thread, so that shares are exact over all
+            if self._quota is not None:  # while the lock is held, so that shares are exact over all threads
                 return self._read(None if alone else of, records, count, batch_size)
         return self._read(None if alone else of, records, count, batch_size)
 
     def _read(self, of: tuple[object, int] | None, records: Found | Anchors, count: int, batch_size: int) -> Columns:
-        """The first of some batches; the others are kept for as long as what they were drawn `of` stands."""
+        """Read `count` batches as one and return the first; the others are kept for the next calls.
+
+        Args: of: see `Block`; None: nothing is kept.
+        """
         size, first = count * batch_size, None
         try:
             columns = self.reader.read(records)
-        except MemmapBufferError:  # perhaps of another of the batches: that one raises it in its turn
+        except MemmapBufferError:  # a later batch may be the cause: then that one raises it, in its turn
             if count == 1 or isinstance(records, Anchors):
                 raise
             block = Block(of, size=size, at=batch_size, unread=records.anchors)
@@ -141,13 +151,13 @@ class UniformSampler:
             block = Block(of, columns, size, nbytes=nbytes) if count > 1 else Block(of, {}, size, size, nbytes)
             first = block.next(batch_size) if count > 1 else columns
         with self._turn:
-            if self._block.of is None:  # else another thread has put one there
+            if self._block.of is None:  # else another thread stored its block first
                 self._block = block
         return self.reader.read(block.unread.where(slice(batch_size))) if first is None else first  # type: ignore[union-attr]
 
     def _draw(self, source: AnchorRuns, count: int, rng: np.random.Generator, position: int) -> Found:
-        """Anchors with the records of their episodes; the first has this position among all that were drawn."""
-        if source.changes is None:  # of a `LiveIndex` it was seen that there are some
+        """Draw `count` anchors with their records; `position` is the number of the first among all that were drawn."""
+        if source.changes is None:  # that a `LiveIndex` has items was checked by `next`
             self.reader.require(source)
         if self._quota is None:
             return self._with_records(source, source.draw(count, rng), rng)
@@ -155,8 +165,8 @@ class UniformSampler:
         folder, _ = self._quota.turns(np.arange(position, position + count))
         chosen = np.empty(count, np.int64)
         for number, (low, high) in enumerate(pairwise(folder_bounds(self.reader, source, self._quota.folders))):
-            mine = np.flatnonzero(folder == number)
-            chosen[mine] = source.pick(rng.random(len(mine)), low, high)
+            of_folder = np.flatnonzero(folder == number)
+            chosen[of_folder] = source.pick(rng.random(len(of_folder)), low, high)
         return self._with_records(source, source.locate(chosen), rng)
 
     def _with_records(self, source: AnchorRuns, anchors: Anchors, rng: np.random.Generator) -> Found:
@@ -167,15 +177,15 @@ class UniformSampler:
         return reader.folders.find(anchors) if changes is None else reader.folders.at(anchors, changes)
 
     def _begin_to_follow(self) -> LiveIndex | None:
-        """The anchors of the one folder, at the cost of what changes; None as long as an index tells of them."""
+        """Make the `LiveIndex` of the one folder; None while some episodes are unchecked or damaged."""
         folders = self.reader.folders
-        folders.refresh()  # what is to be checked is told of the episodes that there are
+        folders.refresh()  # `tells_by_counter` depends on the episodes that are shown now
         if folders.storages[0].tells_by_counter:
             self._live = LiveIndex(self.reader.selection, folders)
         return self._live
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Columns:
-        """A batch, no item of which is there twice. Raises NotEnoughDataError: there are not so many."""
+        """A batch without repeated items. Raises NotEnoughDataError: there are fewer items than `batch_size`."""
         return self.next(batch_size, rng, alone=True, distinct=True)
 
     def _draw_distinct(self, source: AnchorRuns, count: int, rng: np.random.Generator) -> Found:
@@ -191,10 +201,10 @@ class UniformSampler:
 
 
 def folder_bounds(reader: BatchReader, index: Index, num_folders: int) -> list[int]:
-    """The positions in an index at which the items of each folder begin.
+    """The positions in an index at which the items of each folder begin, and the end: `num_folders` + 1 numbers.
 
     Raises:
-        NotEnoughDataError: a folder has none, so it cannot give its share.
+        NotEnoughDataError: a folder has no items, so it cannot give its share.
     """
     bounds: list[int] = index.bounds(np.arange(num_folders + 1)).tolist()
     for number in range(num_folders if index.folder is not None and len(index) else 0):
