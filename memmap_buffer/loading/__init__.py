@@ -1,1 +1,1 @@
-"""Datasets, samplers and loaders, and the options that they take. PyTorch is imported from here on."""
+"""Datasets, samplers, loaders, and the options of reading; read `batch_reader` first. Only here is PyTorch imported."""

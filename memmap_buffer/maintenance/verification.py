@@ -1,4 +1,7 @@
-"""Looking a folder over: every damage named by file, slot and field. Reads only, and opens what `Storage` refuses."""
+"""`verify`: every damage of a folder, named by file, slot and field. Reads only, and opens what `Storage` refuses.
+
+`Survey` does the work: a `Storage` that maps of each file what is there. `repair` uses it to learn what to mend.
+"""
 
 from __future__ import annotations
 
@@ -41,23 +44,23 @@ from memmap_buffer.paths import path_of
 from memmap_buffer.progress import progress
 from memmap_buffer.writing import redo
 
-MAX_TRIED = 1000  # damaged records for which the byte that spoilt them is searched, a millisecond each
-WRITING_SECONDS = 0.05
-LAST = MAX_SERIAL - 1
+MAX_TRIED = 1000  # the most damaged records whose one wrong byte is searched for: that takes a millisecond each
+WRITING_SECONDS = 0.05  # in which a writer that is at work on a slot ends
+LAST = MAX_SERIAL - 1  # the highest serial
 _HEADER = re.compile(rb"\{'descr': (.+), 'fortran_order': False, 'shape': \(([0-9, ]*)\), \}")
 _NUMBER = re.compile(r"'[<|]([biufcU])([0-9]{1,4})'")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A thing that is not as it should be.
+    """A damage, or another thing in a folder that is not as it should be.
 
     Attributes:
-        file: its name in the folder.
-        what: a sentence.
-        slot: where, as far as it applies.
-        serial: the number of the episode, as far as it applies.
-        field: its name, as far as it applies.
+        file: the name of the file in the folder.
+        what: a sentence that describes it.
+        slot: the slot; None if it does not apply.
+        serial: the number of the episode; None if it does not apply.
+        field: the name of the field; None if it does not apply.
         lost: whether something that was published cannot be read; else it is only unfinished, unused or in the way.
     """
 
@@ -77,10 +80,10 @@ def verify(folder: str | PathLike[str]) -> list[Finding]:
     """Check a folder whole: the schema, every file's size and header, every record, every checksum.
 
     Args:
-        folder: where it is; it may be in use, and what changes meanwhile is not reported.
+        folder: its path. It may be in use: changes made meanwhile are not reported.
 
     Returns:
-        What was found, what is lost first; empty when all is well.
+        The findings, those that are `lost` first; empty when all is well.
 
     Raises:
         NotABufferError: there is no buffer.
@@ -89,7 +92,7 @@ def verify(folder: str | PathLike[str]) -> list[Finding]:
 
 
 class Survey(Storage):
-    """A folder read file by file, each as far as it goes, so that one broken file does not hide the others.
+    """A folder, read as far as each file goes, so that one broken file does not hide the state of the others.
 
     Args: path: the folder.
     """
@@ -106,11 +109,11 @@ class Survey(Storage):
         except MemmapBufferError as error:
             return [Finding("schema.json", f"cannot be read: {self._reason(error, 'schema.json')}")]
         findings = [*self._files(), *self._leftovers()]
-        if not self.strangers:  # else the schema may be the one that is wrong, and what it says of records and rows
+        if not self.strangers:  # else the schema may be wrong, and so all that it says of records and rows
             findings += [*self._records(), *self._serials(), *self._episodes(), *self._state()]
         return sorted(findings, key=lambda finding: not finding.lost)
 
-    # The files, as far as they go
+    # The files
 
     @cached_property
     def maps(self) -> Maps:
@@ -129,19 +132,19 @@ class Survey(Storage):
 
     @property
     def broken(self) -> dict[str, OSError]:
-        """The key of each array file that is not what the schema says -> the error of opening it."""
+        """Key of each array file that is not as the schema says -> the error of mapping it."""
         _ = self.maps
         return self._broken
 
     def nothing_of(self, key: str) -> bool:
-        """Whether a file is broken and holds not one entry."""
+        """Whether a file is broken and holds no whole entry."""
         if key not in self.broken:
             return False
         entry = math.prod(self._shape(key)[1:]) * self.layout.arrays[key].dtype.itemsize
         return self.size_of(key) - len(self.layout.arrays[key].header) < entry
 
     def is_lost(self, name: str) -> bool:
-        """Whether nothing of a field is left, as a file of it holds not one entry."""
+        """Whether nothing of a field can be read, as one of its files holds no whole entry."""
         return any(self.nothing_of(key) for key in (name, name + BLOBS) if key in self.layout.arrays)
 
     def is_broken(self, name: str) -> bool:
@@ -149,26 +152,26 @@ class Survey(Storage):
         return not self.broken.keys().isdisjoint(self.layout.keys_of(name))
 
     def size_of(self, key: str) -> int:
-        """The size of a broken file, 0 if it is missing or no plain file."""
+        """The bytes of a broken file; 0 if it is missing or no plain file."""
         return _size(self.broken[key])
 
     def _shape(self, key: str) -> tuple[int, ...]:
-        """(entries, …) of a file: records, rows of a field, values of a meta field, bytes of blobs."""
+        """The shape (entries, …) of a file; an entry is a record, a row, a value of a meta field, a byte of blobs."""
         if key.endswith(BLOBS):
             return (math.prod(self.layout.arrays[key].shape),)
         return self.layout.rows_shape(key) if key in self.layout.schema.fields else self.layout.arrays[key].shape
 
     def _entries(self, key: str) -> Array:
-        """The whole entries of a file that are there; those of state.npy are completed by zeros."""
-        array, entry = self.layout.arrays[key], self._shape(key)[1:]
+        """The whole entries of a file, (entries, …) of its dtype; a short state.npy is padded with zeros."""
+        array, shape = self.layout.arrays[key], self._shape(key)[1:]
         raw = self._bytes(key, array)
         if key == "/state" and len(raw) < STATE.itemsize:
             raw = np.concatenate([raw, np.zeros(STATE.itemsize - len(raw), np.uint8)])
-        count = len(raw) // (math.prod(entry) * array.dtype.itemsize)
-        return raw[: count * math.prod(entry) * array.dtype.itemsize].view(array.dtype).reshape(count, *entry)
+        count = len(raw) // (math.prod(shape) * array.dtype.itemsize)
+        return raw[: count * math.prod(shape) * array.dtype.itemsize].view(array.dtype).reshape(count, *shape)
 
     def _bytes(self, key: str, array: ArrayFile) -> Array:
-        """The bytes that are there of a file behind its header."""
+        """The bytes of a file after its header, (n,) uint8, as many as are there."""
         start, byte = len(array.header), np.dtype(np.uint8)
         try:
             return self.folder.map(array.name, array.header, byte, (array.size - start,))
@@ -181,12 +184,12 @@ class Survey(Storage):
 
     @cached_property
     def strangers(self) -> dict[str, str]:
-        """The key of each file that is whole in itself, but not what the schema says -> what it says that it is."""
+        """Key of each file that is whole in itself, but not as the schema says -> its own shape and dtype, as text."""
         own_words = {key: self._own_words(key) for key in self.broken if self.size_of(key)}
         return {key: words for key, words in own_words.items() if words}
 
     def _own_words(self, key: str) -> str:
-        """The shape and dtype in the header of a file of another size that holds just that: another's, not cut."""
+        """The shape and dtype in the header of a broken file, if its size fits them: another buffer's file. Else ""."""
         array, size = self.layout.arrays[key], self.size_of(key)
         head = self.folder.map(array.name, b"", np.dtype(np.uint8), (size,))[:4096].tobytes()
         match = _HEADER.match(head, 10)
@@ -196,8 +199,8 @@ class Survey(Storage):
         number = _NUMBER.fullmatch(descr)
         itemsize = int(number[2]) * (4 if number[1] == "U" else 1) if number else array.dtype.itemsize
         header = npy_header(descr, shape)
-        itself = head.startswith(header) and size == len(header) + math.prod(shape) * itemsize
-        return f"shape {shape} of {descr}" if itself else ""
+        is_whole = head.startswith(header) and size == len(header) + math.prod(shape) * itemsize
+        return f"shape {shape} of {descr}" if is_whole else ""
 
     def _files(self) -> Iterator[Finding]:
         for key, array in self.layout.arrays.items():
@@ -211,7 +214,7 @@ class Survey(Storage):
                 yield Finding(array.name, "has another name (a hard link), so it is not written to", lost=False)
 
     def linked(self, key: str) -> bool:
-        """Whether a plain file has a second name."""
+        """Whether a plain file has a second name, a hard link."""
         path = self.path / self.layout.arrays[key].name
         return not (key in self.broken and not self.size_of(key)) and path.lstat().st_nlink > 1
 
@@ -223,7 +226,7 @@ class Survey(Storage):
 
     @cached_property
     def spoilt(self) -> dict[int, Words]:
-        """slot -> the words of its record, where it is neither an episode nor empty."""
+        """Slot -> the words (8,) of its record, for records that are neither valid nor empty."""
         words = self.maps.words.copy()
         good = valid(words, self.layout.max_timesteps, self.layout.rows)
         odd = words[:, GENERATION] & np.uint64(1) == 1
@@ -231,30 +234,36 @@ class Survey(Storage):
 
     @cached_property
     def repaired(self) -> Survey:
-        """The folder with each spoilt record as it was before its slot was rewritten, or one byte changed."""
-        other, words = Survey(self.path), self.maps.words.copy()
+        """The folder with each spoilt record mended as `repaired_record` can: so it shows the episodes to be saved."""
+        survey, words = Survey(self.path), self.maps.words.copy()
         for i, (slot, word) in enumerate(self.spoilt.items()):
             words[slot] = repaired_record(word) if i < MAX_TRIED else word
-        other.layout, other.maps, other._broken = self.layout, replace(self.maps, words=words), self.broken
-        return other
+        survey.layout, survey.maps, survey._broken = self.layout, replace(self.maps, words=words), self.broken
+        return survey
 
     def _records(self) -> Iterator[Finding]:
         served = set(self.repaired.table.visible.tolist())
         candidates = {slot: self._record(slot, word, slot in served) for slot, word in self.spoilt.items()}
         findings = {slot: finding for slot, finding in candidates.items() if finding is not None}
         if any(finding.lost and self.spoilt[slot][GENERATION] & np.uint64(1) for slot, finding in findings.items()):
-            time.sleep(WRITING_SECONDS)  # a writer that is at a slot ends
+            time.sleep(WRITING_SECONDS)  # a writer at work on the slot ends, so that its record is another
         for slot, finding in findings.items():
             if self.maps.words[slot].tobytes() == self.spoilt[slot].tobytes():
                 yield finding
 
     def _record(self, slot: int, word: Words, served: bool) -> Finding | None:
-        """The finding of a spoilt record; None if an update of it is only unfinished."""
+        """The finding for a spoilt record; None if nothing is lost: a ring trimmed all of its steps, or the next
+        writer finishes its update.
+
+        Args:
+            slot, word: the slot, and the words (8,) of its record.
+            served: whether the mended record is of a visible episode.
+        """
         odd, is_valid = bool(word[GENERATION] & np.uint64(1)), bool(self.repaired.table.valid[slot])
         serial = int(self.repaired.table.serial[slot]) if is_valid else None
         if odd and (is_valid or not word[1:].any()):
             if is_valid and self.repaired.table.start[slot] == self.repaired.table.length[slot]:
-                return None  # a ring forgot all of its steps
+                return None  # a ring trimmed all of its steps
             if not served:
                 what = "the slot holds no episode: it is being written, or its writer died"
                 return Finding("episodes.npy", what, slot, lost=False)
@@ -270,11 +279,11 @@ class Survey(Storage):
 
     def _serials(self) -> Iterator[Finding]:
         table = self.table
-        kept = table.valid & (table.serial >= self.state("base"))
-        numbers, counts = np.unique(table.serial[kept], return_counts=True)
-        shown = table.serial[kept & (table.flags & DELETED == 0)]
-        for number in np.intersect1d(numbers[counts > 1], shown).tolist():
-            for slot in np.flatnonzero(kept & (table.serial == number)).tolist():
+        counted = table.valid & (table.serial >= self.state("base"))
+        serials, counts = np.unique(table.serial[counted], return_counts=True)
+        shown = table.serial[counted & (table.flags & DELETED == 0)]
+        for number in np.intersect1d(serials[counts > 1], shown).tolist():
+            for slot in np.flatnonzero(counted & (table.serial == number)).tolist():
                 yield Finding("episodes.npy", "the serial stands in two slots, so neither is served", slot, number)
         for slot in np.flatnonzero(table.valid & (table.serial == LAST)).tolist():
             yield Finding("episodes.npy", "the serial is the last there is, so none can follow it", slot, LAST)
@@ -286,7 +295,7 @@ class Survey(Storage):
             yield from self.episode(slot)
 
     def episode(self, slot: int) -> Iterator[Finding]:
-        """The findings in the rows of a visible slot."""
+        """The findings in the rows and checksums of a visible slot."""
         serial, cut = int(self.table.serial[slot]), self.cut(slot)
         for name in cut:
             key = name if name in self.broken else name + BLOBS
@@ -301,7 +310,7 @@ class Survey(Storage):
             return
         for name in self.damaged(slot):
             if self.maps.words[slot, CHECK] != self.table.check[slot]:
-                return  # a step was appended, or the episode was closed, meanwhile
+                return  # meanwhile a step was appended, or the episode was closed
             if name in self.layout.schema.all and name not in cut:
                 yield self._checksum(slot, serial, name)
             elif name not in cut:
@@ -314,7 +323,7 @@ class Survey(Storage):
         return int(self.table.generation[slot]), int(self.table.check[slot])
 
     def _fault(self, name: str, slot: int) -> str:
-        """The fault in the index of an episode's blobs; "" for none."""
+        """A text that says what is wrong with the index of an episode's blobs; "" if nothing is."""
         field, is_grid = self.layout.coded[name], self.layout.rows is None
         index = self.maps.rows[name][self.rows_of(slot, field.final)].copy() if name in self.maps.rows else None
         region = self.layout.region(name, slot) if is_grid else None
@@ -324,14 +333,14 @@ class Survey(Storage):
         table = self.table
         checksums = self.checksums_of(slot, self.checked_length(slot), bool(table.flags[slot] & FINAL))
         stored = int(self.maps.checksums[slot, self.layout.column_of[name]])
-        # Rows that were changed have another CRC-32 by one bit in one case of 10^8 only.
+        # The CRC-32 of changed rows differs in one bit alone in one case of 10^8: so the stored checksum is wrong.
         if (stored ^ checksums[name]).bit_count() == 1:
             return Finding("checksums.npy", f"one bit of the checksum of {name!r} is wrong", slot, serial, name)
         file = self.layout.arrays[name + BLOBS if name in self.layout.coded else name].name
         return Finding(file, f"{name!r} fails its checksum", slot, serial, name)
 
     def cut(self, slot: int) -> list[str]:
-        """The fields whose rows of a visible slot are not all there, in files of which something is."""
+        """The fields whose file, not wholly lost, ends before the last row, blob or value of a visible slot."""
         fields, rows, meta = self.layout.schema.fields, self.maps.rows, self.maps.meta
         cut = [n for n in self.broken.keys() & rows if self.rows_of(slot, fields[n].final).stop > len(rows[n])]
         for name in (name for name in self.layout.coded if name + BLOBS in self.broken and name in rows):
@@ -340,29 +349,29 @@ class Survey(Storage):
         return sorted({*cut, *(name for name in self.broken.keys() & meta if slot >= len(meta[name]))})
 
     def cut_slots(self, fields: set[str]) -> set[int]:
-        """The slots of episodes, or of what was one, whose rows of some of these fields are not all there."""
+        """The slots of episodes, mended ones included, of which some of these fields are cut off; see `cut`."""
         return {slot for slot in self.repaired.table.visible.tolist() if fields & {*self.repaired.cut(slot)}}
 
     # The rest
 
     @property
     def least(self) -> dict[str, int]:
-        """The least values that the counters `next` and `term` may have, as the records have it."""
+        """The lowest possible values of the counters `next` and `term`, as they follow from the records."""
         table = self.repaired.table
         serials = table.serial[table.valid & (table.serial < LAST)]
         terms = self.repaired.maps.words.view(RECORD)[:, 0]["term"][table.valid]
         return {"next": int(serials.max(initial=-1)) + 1, "term": min(int(terms.max(initial=0)), MAX_TERM // 2) + 1}
 
     def state_faults(self) -> dict[str, int]:
-        """The words of state.npy that cannot be, each with what it should be."""
+        """Words of state.npy with an impossible value -> the value that each should have."""
         state, least = self.state, self.least
-        # Before `next`, which rises: a writer beside this raises the others to what it is then at most.
+        # Read before `next`, which only rises: a writer beside this sets no other word higher than `next` is by then.
         words = {name: state(name) for name in ("base", "synced", "suspect", "clean", "term")}
-        right = {} if state("next") < MAX_SERIAL else {"next": least["next"]}
-        following = max(least["next"], right.get("next", state("next")))
+        corrected = {} if state("next") < MAX_SERIAL else {"next": least["next"]}
+        following = max(least["next"], corrected.get("next", state("next")))
         bounds = {"base": (following, 0), "synced": (following, 0), "suspect": (following, following), "clean": (1, 0)}
         bounds["term"] = (MAX_TERM - 1, least["term"])
-        return right | {name: value for name, (most, value) in bounds.items() if words[name] > most}
+        return corrected | {name: value for name, (highest, value) in bounds.items() if words[name] > highest}
 
     def _state(self) -> Iterator[Finding]:
         for name, value in self.state_faults().items() if "/state" not in self.broken else ():
@@ -371,7 +380,7 @@ class Survey(Storage):
 
     @cached_property
     def update_left(self) -> redo.Unfinished:
-        """The content of `.redo`, if there is one."""
+        """The update in `.redo` that is to be finished; else the reason why there is none."""
         try:
             with redo.unfinished(self) as update:
                 return update
@@ -380,12 +389,12 @@ class Survey(Storage):
 
     @property
     def pending(self) -> dict[int, redo.Rewrite]:
-        """The updates that were cut off and can be carried through, by slot."""
+        """Slot -> the unfinished update of its episode, which the next writer can finish."""
         return {rewrite.slot: rewrite for rewrite in self.update_left.rewrites}
 
     @property
     def lockable(self) -> bool:
-        """Whether `.lock` is a plain file, or not there."""
+        """Whether `.lock` is a plain file, or missing."""
         lock = self.path / ".lock"
         return not self.folder.exists(".lock") or (lock.is_file() and not lock.is_symlink())
 
@@ -408,28 +417,29 @@ class Survey(Storage):
 
 
 def _size(error: OSError) -> int:
-    """The size of the file that an error of `Folder` is about, 0 if there is none."""
+    """The bytes of the file that an error of `Folder` is about; 0 if there is no such file."""
     return int(getattr(error, "named", {}).get("size", 0))
 
 
 def repaired_record(word: Words) -> Words:
-    """A record with its generation even again, or with the one byte put right that makes it void; else as is.
+    """A record, (8,) uint64, with its generation made even, or with its one wrong byte corrected; else as it is.
 
-    The check has 64 bits, and 16,320 records differ in one byte: that a wrong one fits has a chance of 10⁻¹⁵.
+    Whether a candidate is right, the check tells: of 64 bits, it fits one of the 16,320 records that differ in one byte
+    by accident with a probability of 10⁻¹⁵.
     """
-    before = word.copy()
-    before[GENERATION] &= ~np.uint64(1)
-    if before[CHECK] == check_of(before[None])[0]:
-        return _within_its_length(before)
-    tries = np.repeat(word[None], 255 * RECORD.itemsize, axis=0)
-    which = np.arange(len(tries))
-    tries.view(np.uint8)[which, which % RECORD.itemsize] ^= (1 + which // RECORD.itemsize).astype(np.uint8)
-    fits = tries[tries[:, CHECK] == check_of(tries)]
-    return np.asarray(fits[0] if len(fits) == 1 else word)
+    even = word.copy()
+    even[GENERATION] &= ~np.uint64(1)
+    if even[CHECK] == check_of(even[None])[0]:
+        return _within_its_length(even)
+    candidates = np.repeat(word[None], 255 * RECORD.itemsize, axis=0)
+    which = np.arange(len(candidates))
+    candidates.view(np.uint8)[which, which % RECORD.itemsize] ^= (1 + which // RECORD.itemsize).astype(np.uint8)
+    fitting = candidates[candidates[:, CHECK] == check_of(candidates)]
+    return np.asarray(fitting[0] if len(fitting) == 1 else word)
 
 
 def _within_its_length(word: Words) -> Words:
-    """A record whose check holds, with shown steps that can be: all of a closed episode, where they cannot."""
+    """The record with possible shown steps, which its check does not cover: a closed episode shows its last step."""
     record = word.view(RECORD)
     if not record["flags"] & OPEN:
         record["stop"] = record["length"]
