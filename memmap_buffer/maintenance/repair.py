@@ -1,7 +1,8 @@
-"""Making a damaged folder whole again: what is intact stays, what is not goes to `lost+found/`. Never deletes.
+"""`repair`: make a damaged folder whole again. Intact data stays, damaged data goes to `lost+found/`; none is deleted.
 
-Killed anywhere, it can be run again. So the order is: copy away, take episodes out of the table, then repair the files
-that their rows are missing in, so that at no moment zeros stand where a record says that rows are.
+The findings come from `verification.Survey`. After a kill at any point, `repair` can be run again: damaged data is
+copied first, then damaged episodes leave the table of records, and only then are their files repaired. So no record
+ever names rows that a repair filled with zeros.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.recovery import take_over
 
 LOST = "lost+found"
-CHUNK = 1 << 16
+CHUNK = 1 << 16  # bytes that are copied at a time
 
 
 def repair(folder: str | PathLike[str]) -> list[Finding]:
     """Make a folder whole again.
 
-    A file that is cut short, too long or of another header gets its size and header back, and keeps what is intact of
-    it; a record of which one byte changed gets it back. What cannot be read any more is taken out: an episode whose
-    record, or some rows, are damaged leaves the table; a field whose file is lost, or damaged in every episode, leaves
-    the schema. Whatever is taken out or replaced is copied or moved to `lost+found/` first.
+    A file that is cut short, too long or has another header gets its size and header back, and its intact rows stay. A
+    record with one wrong byte is corrected. Data that cannot be read any more is taken out: an episode with a damaged
+    record, or damaged rows, leaves the table; a field whose file is lost, or damaged in every episode, leaves the
+    schema. Whatever is taken out or replaced is copied or moved to `lost+found/` first.
 
     If state.npy is lost, every episode that still has a record is shown again, cleared ones too.
 
     Args:
-        folder: where it is; no writer may hold it, readers may go on.
+        folder: its path. No writer may hold it; readers may go on.
 
     Returns:
-        What was found, and is repaired now.
+        The findings of `verify`, which are repaired now.
 
     Raises:
-        CorruptBufferError: `schema.json` or `episodes.npy` is lost, or no field is left, without which nothing can be
-            told apart; or a file is whole in itself, but not what the schema says. Nothing was changed then.
-        BufferLockedError: a writer holds it.
+        CorruptBufferError: `schema.json` or `episodes.npy` is lost, or no field is left, so that nothing can be
+            repaired; or a file is whole in itself, but not as the schema says. Nothing was changed then.
+        BufferLockedError: a writer holds the folder.
         NotABufferError: there is no buffer.
     """
     place = Folder(path_of(folder))
@@ -99,7 +100,7 @@ def _repair(place: Folder, survey: Survey, findings: Sequence[Finding]) -> None:
 
 
 def _require_repairable(survey: Survey) -> None:
-    """Raise CorruptBufferError where nothing can be told apart, or OSError where a file cannot be opened at all."""
+    """Raise CorruptBufferError where nothing can be repaired, or OSError where a file cannot be opened at all."""
     try:
         layout = survey.layout
     except MemmapBufferError as error:
@@ -124,25 +125,25 @@ def _require_repairable(survey: Survey) -> None:
 
 
 def _lost_fields(survey: Survey, findings: Iterable[Finding]) -> set[str]:
-    """The fields that leave the schema: nothing is there, or all episodes are damaged in it, which is no chance."""
+    """The fields that leave the schema: none of their rows is left, or all episodes are damaged in them."""
     slots, names = survey.repaired.table.visible, survey.layout.schema.all
     nothing = {name for name in names if survey.is_lost(name)} if len(slots) else set()
-    rows = [f.field for f in findings if f.slot is not None and f.file != "checksums.npy"]
-    bad = {name: rows.count(name) for name in names}
-    every = {name for name, n in bad.items() if n and n == len(slots) and (n > 1 or survey.is_broken(name))}
-    return nothing | every if survey.layout.schema.fields.keys() - nothing - every else nothing
+    damaged = [f.field for f in findings if f.slot is not None and f.file != "checksums.npy"]
+    num_damaged = {name: damaged.count(name) for name in names}
+    in_all = {name for name, n in num_damaged.items() if n and n == len(slots) and (n > 1 or survey.is_broken(name))}
+    return nothing | in_all if survey.layout.schema.fields.keys() - nothing - in_all else nothing
 
 
 # Files that are no arrays
 
 
 def _keep_schema(place: Folder) -> None:
-    """Copy the schema to `lost+found/`: what lies there can only be read by the schema of its time."""
+    """Copy the schema to `lost+found/`: the rows there can only be read by the schema of when they were copied."""
     place.copy_file("schema.json", place, _free(place, "schema.json"))
 
 
 def _move_leftovers(place: Folder, survey: Survey) -> None:
-    """An addition that was never finished goes away; an update that still can be is kept, and carried out later."""
+    """Move away the files of an unfinished change of the schema, and an unfinished update that cannot be finished."""
     for name in filter(place.exists, LEFT_BEHIND):
         with suppress(MemmapBufferError, OSError):
             planned = Layout.from_json(place.read(name, MAX_SCHEMA_BYTES), name).arrays
@@ -158,7 +159,7 @@ def _move_leftovers(place: Folder, survey: Survey) -> None:
 
 
 def _move(place: Folder, name: str) -> None:
-    """Move a file, or what else stands there, into `lost+found/`; if its folder is none, that."""
+    """Move what has this name into `lost+found/`; if its folder is a link or no folder, move that."""
     sub = name.rpartition("/")[0]
     real = not sub or _is_folder(place, sub)
     name = name if real else sub
@@ -168,7 +169,7 @@ def _move(place: Folder, name: str) -> None:
 
 
 def _is_folder(place: Folder, sub: str) -> bool:
-    """Whether a subfolder is one, and no link, or is missing."""
+    """Whether a subfolder is a real folder, not a link, or is missing."""
     try:
         place.list(sub)
     except OSError:
@@ -177,17 +178,17 @@ def _is_folder(place: Folder, sub: str) -> bool:
 
 
 def _free(place: Folder, name: str, suffix: str = "") -> str:
-    """A name in `lost+found/` with which, and the suffix, nothing lies there yet: `name` with a number behind it."""
-    flat = f"{LOST}/{name.strip('.').replace('/', '.')}"
-    return next(f"{flat}.{n}" for n in count() if not place.exists(f"{flat}.{n}{suffix}"))
+    """A free path in `lost+found/`: `name` and a number, such that nothing with `suffix` appended is there either."""
+    path = f"{LOST}/{name.strip('.').replace('/', '.')}"
+    return next(f"{path}.{n}" for n in count() if not place.exists(f"{path}.{n}{suffix}"))
 
 
 def _copy(
     place: Folder, name: str, new: str, first: int, size: int, header: bytes = b"", *, reserve: bool = False
 ) -> None:
-    """Copy some bytes of a file behind a header into a new file; what is a hole stays one, unless all is reserved.
+    """Write a header and `size` bytes of a file, from offset `first` on, to a new file. Holes stay, unless `reserve`.
 
-    Nothing is read through a map: on a full tmpfs, to look at a hole kills.
+    No byte is read through a map: on a full tmpfs, a read of a hole kills the process.
     """
     place.create_array(new, header, len(header) + size, reserve)
     with place.reading(name) as (source, _), place.writing(new, header, len(header) + size) as target:
@@ -202,22 +203,22 @@ def _copy(
 
 
 def _unlink_twin(place: Folder, survey: Survey, key: str) -> None:
-    """Put a copy in the place of a file that has a second name, under which it stays as it is."""
+    """Replace a file that has a second name (a hard link) by a copy; the file under the other name is not changed."""
     if survey.linked(key):
         array = survey.layout.arrays[key]
         size = survey.size_of(key) if key in survey.broken else array.size
-        own = _free(place, array.name)
-        _copy(place, array.name, own, 0, size, reserve=_is_reserved(survey, key))
-        place.rename(own, array.name)
+        copy = _free(place, array.name)
+        _copy(place, array.name, copy, 0, size, reserve=_is_reserved(survey, key))
+        place.rename(copy, array.name)
 
 
 def _is_reserved(survey: Survey, key: str) -> bool:
-    """Whether the whole space of a file is taken, as when it was created."""
+    """Whether all space of a file is to be reserved on the disk, as at its creation."""
     return CAN_RESERVE and (key in RESERVED or bool(survey.state("reserved")))
 
 
 def _repair_file(place: Folder, survey: Survey, key: str) -> None:
-    """Give a broken file the header and the size that it should have; what is replaced or cut off is copied away."""
+    """Give a broken file its right header and size; a wrong header, or bytes beyond the size, are copied away first."""
     if key not in survey.broken:
         return
     array, size, reserve = survey.layout.arrays[key], survey.size_of(key), _is_reserved(survey, key)
@@ -232,7 +233,7 @@ def _repair_file(place: Folder, survey: Survey, key: str) -> None:
     if size > array.size:
         _copy(place, array.name, _free(place, f"{array.name}.tail"), array.size, size - array.size)
     with place.writing(array.name, b"", size) as fd:
-        if reserve:  # before it has its size: a file of the right size and header is taken for whole
+        if reserve:  # before the size is set: a file of the right size and header counts as whole
             syscalls.system.reserve(fd, array.size)
         syscalls.system.truncate(fd, array.size)
         write_all(fd, array.header, 0)
@@ -250,7 +251,7 @@ def _drop_fields(place: Folder, layout: Layout, lost: set[str]) -> None:
 
 
 def _repair_state(place: Folder, survey: Survey) -> None:
-    """Counters that follow from the records, where they are lost or cannot be."""
+    """Set counters that are lost or impossible to values that follow from the records."""
     words = {name: value for name, value in survey.least.items() if survey.state(name) < value}
     _write_state(place, survey.layout, {**words, **survey.state_faults(), "clean": 0})
 
@@ -262,9 +263,10 @@ def _write_state(place: Folder, layout: Layout, words: dict[str, int]) -> None:
 
 
 def _repair_checksums(place: Folder, survey: Survey, findings: Iterable[Finding], lost: set[str]) -> None:
-    """Write the checksums that are lost, of what stands there now; the digests in the records tell if it is right.
+    """Write lost or wrong checksums anew, from the rows as they are; the digest in the record tells if these are right.
 
-    Not where a field is lost: then the digest, which covers it, is written anew, and open episodes are ended.
+    Where a field is lost that does not work, as the digest covers it: then the digest is written anew, too, and open
+    episodes are ended.
     """
     layout, intact = survey.layout, len(survey.maps.checksums)
     now, array = Survey(place.path), layout.arrays["/checksums"]
@@ -275,11 +277,11 @@ def _repair_checksums(place: Folder, survey: Survey, findings: Iterable[Finding]
         for slot in rows.keys() - is_open if lost else ():
             put(slot, _digested(now, slot, rows[slot]))
     if "/checksums" in survey.broken:
-        whole = np.zeros(array.shape, array.dtype)
-        whole[:intact] = survey.maps.checksums
+        checksums = np.zeros(array.shape, array.dtype)
+        checksums[:intact] = survey.maps.checksums
         for slot, row in rows.items():
-            whole[slot] = np.frombuffer(row, array.dtype)
-        _exchange(place, survey, "/checksums", whole)
+            checksums[slot] = np.frombuffer(row, array.dtype)
+        _exchange(place, survey, "/checksums", checksums)
     spoilt = {finding.slot for finding in findings if finding.file == array.name}
     with place.writing(array.name, array.header, array.size) as fd, _records(place, layout) as put:
         for slot in [slot for slot in slots if slot in spoilt | is_open]:
@@ -290,26 +292,26 @@ def _repair_checksums(place: Folder, survey: Survey, findings: Iterable[Finding]
 
 
 def _digested(survey: Survey, slot: int, row: bytes, **changes: int) -> bytes:
-    """A slot's record with the digest of another row of checksums, and other changes."""
+    """A slot's record, as bytes, with the digest of the checksums `row`, and with other values changed."""
     values = survey.record(slot) | changes
     return seal(**values | {"digest": digest_of(row, values["columns"])})
 
 
 def _ended(survey: Survey, slot: int) -> dict[str, int]:
-    """The values in the record of an open episode when it ends with the step that is shown last."""
+    """The values that change in the record of an open episode if it ends with the last shown step."""
     steps, flags = int(survey.table.length[slot]), int(survey.table.flags[slot])
     last = (survey.record(slot)["round"] + steps - 1) % 2**32
     return {"flags": flags & ~OPEN | CUT, "length": steps, "stop": steps, "round": last}
 
 
 def _checksums(survey: Survey, slot: int) -> bytes:
-    """A visible slot's row of checksums.npy, of what stands there; zeros for what does not."""
+    """A visible slot's row of checksums.npy, computed from its rows as they are; zeros for fields that are gone."""
     checksums = survey.checksums_of(slot, int(survey.table.length[slot]), bool(survey.table.flags[slot] & FINAL))
     return checksum_row(survey.layout, checksums)
 
 
 def _exchange(place: Folder, survey: Survey, key: str, data: Array) -> None:
-    """Put a whole new file in the place of a broken one, which is copied or moved away."""
+    """Replace a broken file by a new one with this content; the broken file is copied or moved away first."""
     array, size = survey.layout.arrays[key], survey.size_of(key)
     new = _free(place, f"{array.name}.new")
     place.write_new(new, array.header, data.tobytes(), sync=True)
@@ -325,15 +327,15 @@ def _exchange(place: Folder, survey: Survey, key: str, data: Array) -> None:
 
 @contextmanager
 def _records(place: Folder, layout: Layout) -> Iterator[Callable[[int, bytes], None]]:
-    """`put(slot, record)`, each in one write."""
+    """A function (slot, record) that writes one record, by one system call, within the block."""
     array = layout.arrays["/episodes"]
     with place.writing(array.name, array.header, array.size) as fd:
         yield lambda slot, record: write_all(fd, record, array.offset(slot))
 
 
 def _repair_records(place: Folder, survey: Survey) -> None:
-    """Put spoilt records right, or take them out."""
-    repaired, out = survey.repaired, set()
+    """Write the mended record for each spoilt one; take slots out that cannot be mended."""
+    repaired, lost_slots = survey.repaired, set()
     with _records(place, survey.layout) as put:
         for slot, word in survey.spoilt.items():
             odd = bool(word[GENERATION] & np.uint64(1))
@@ -342,23 +344,23 @@ def _repair_records(place: Folder, survey: Survey) -> None:
             if _is_whole(repaired, slot) if odd else repaired.table.valid[slot]:
                 put(slot, repaired.maps.words[slot].tobytes())
             else:
-                out.add(slot)
-    _take_out(place, out)
+                lost_slots.add(slot)
+    _take_out(place, lost_slots)
 
 
 def _is_whole(repaired: Survey, slot: int) -> bool:
-    """Whether a visible episode whose rows were being overwritten is whole all the same: its checksums tell."""
+    """Whether an episode whose slot was about to be overwritten is whole all the same: its checksums tell."""
     checked = slot in repaired.table.visible and repaired.table.flags[slot] & CHECKED
     return bool(checked) and not [*repaired.episode(slot)]
 
 
 def _take_out(place: Folder, slots: set[int]) -> None:
-    """Take slots out of the table, after copying away what was an episode."""
+    """Empty the records of slots, after copying their episodes, if they had one, to `lost+found/`."""
     if not slots:
         return
     survey = Survey(place.path)
     table = survey.repaired.table
-    if len(table):  # what was retired would be shown again in the place of what is taken out
+    if len(table):  # else retired episodes would be shown again in the place of those that are taken out
         _write_state(place, survey.layout, {"base": int(table.serial[table.visible[0]])})
     with _records(place, survey.layout) as put:
         for slot in sorted(slots):
@@ -369,17 +371,17 @@ def _take_out(place: Folder, slots: set[int]) -> None:
 
 
 def _emptied(word: Array) -> bytes:
-    """The record of a slot that holds nothing, its generation moved on, so that no reader takes it for the old one."""
+    """The record of an empty slot, as bytes, with a higher generation, so that readers see the change."""
     generation = int(word[GENERATION])
-    following = (generation | 1) + 3 if generation < MAX_SERIAL else 2
-    return following.to_bytes(8, "little") + bytes(RECORD.itemsize - 8)
+    next_generation = (generation | 1) + 3 if generation < MAX_SERIAL else 2
+    return next_generation.to_bytes(8, "little") + bytes(RECORD.itemsize - 8)
 
 
 def _copy_away(place: Folder, survey: Survey, slot: int) -> None:
-    """The slot's record and rows as `.npy` files of their own; all its rows, where the record does not tell.
+    """Copy a slot's record and rows to `.npy` files in `lost+found/`: all rows of the slot, if its record is damaged.
 
-    Of compressed fields all blobs of the slot, or of a packed folder's episode; their index is as it was, so that it
-    counts from the first byte of the slot, or from the first blob.
+    Of compressed fields, the index and all blobs of the slot are copied, or those of the episode in a packed folder.
+    The index is not changed: from its offsets the slot's first byte is to be subtracted, or that of the first blob.
     """
     table, layout = survey.repaired.table, survey.layout
     is_valid = bool(table.valid[slot])
@@ -403,16 +405,16 @@ def _copy_away(place: Folder, survey: Survey, slot: int) -> None:
 
 
 def _region(survey: Survey, name: str, slot: int, index: Array) -> range:
-    """The bytes of a slot's blobs; in a packed folder from the first to the last that the index has, if it is right."""
+    """The bytes of a slot's blobs; in a packed folder those that its index names, or none if that is damaged."""
     if survey.layout.rows is None:
         return survey.layout.region(name, slot)
     index = index[lengths_of(index) > 0]
-    right = len(index) and not fault(survey.maps.coded[name], index, None)
-    return range(int(index[0, 0]), end_of(index[-1])) if right else range(0)
+    is_right = len(index) and not fault(survey.maps.coded[name], index, None)
+    return range(int(index[0, 0]), end_of(index[-1])) if is_right else range(0)
 
 
 def _take_over(place: Folder, lock: WriterLock) -> None:
-    """Finish what a dead writer left, take out what fails its checksums then, and leave the folder clean."""
+    """Finish what a dead writer left, take out episodes that fail their checksums then, and mark the folder clean."""
     opened = WriteHandles(Storage(place.path, verify="never"), lock, power=False, checksum=True)
     try:
         take_over(opened)
