@@ -1,9 +1,10 @@
 """Count, mean, standard deviation, extremes and quantiles of fields, read block by block; normalisation by them.
 
-Means and variances of blocks are merged as Chan, Golub and LeVeque do (1983, "Algorithms for computing the sample
-variance", eq. 1.5), in float64. Quantiles are those of a uniform sample of entries without replacement, interpolated
-linearly: with K of them no rank is off by more than sqrt(ln(2/δ) / 2K) with probability 1 - δ (Dvoretzky, Kiefer,
-Wolfowitz; Massart 1990); of at most K entries they are exact.
+`api.buffer` and `api.concat` call `statistics`, which makes a `RunningStatistics` for each field; `kept_statistics`
+stores them in the folder. Means and variances of blocks are merged as in Chan, Golub and LeVeque (1983, "Algorithms for
+computing the sample variance", eq. 1.5), in float64. Quantiles are those of a uniform sample of K entries without
+replacement, interpolated linearly: no rank is off by more than sqrt(ln(2/δ) / 2K) with probability 1 - δ (Dvoretzky,
+Kiefer, Wolfowitz; Massart 1990). They are exact for at most K entries.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from memmap_buffer.views.anchors import BoolArray
 
 log = logging.getLogger("memmap_buffer")
 
-SAMPLE = 1 << 16  # entries of a sample: ranks within 0.0076 of the truth, but for one case in a thousand
-SAMPLE_BYTES = 1 << 26
-DELTA = 0.001
-BLOCK_BYTES = 1 << 22
-NARROW = 8  # numbers in an entry: numpy reduces such short rows two to four times slower than long columns
+SAMPLE = 1 << 16  # the most entries of a sample: ranks are off by 0.0076 at most, but for one case in a thousand
+SAMPLE_BYTES = 1 << 26  # the most bytes of a sample; but 1024 entries it has at least
+DELTA = 0.001  # the probability that a rank is off by more than `rank_error`
+BLOCK_BYTES = 1 << 22  # bytes that are read at a time
+NARROW = 8  # entries of up to so many numbers are transposed: numpy reduces short rows two to four times slower
 FILE = "extra/statistics.json"
-MAX_BYTES = 1 << 28
+MAX_BYTES = 1 << 28  # the most bytes that are read of `FILE`
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class FieldStatistics:
     """The statistics of one field, each array of the field's shape, float64.
 
     Attributes:
-        count: entries that are shown, final observations included.
-        mean: of the entries.
-        std: of the population.
-        min: of the entries.
-        max: of the entries.
+        count: the number of entries: shown timesteps, with final observations; of a meta field, episodes.
+        mean: the mean of the entries.
+        std: the standard deviation of the population, divided by `count`.
+        min: the smallest values.
+        max: the largest values.
         quantiles: q -> value.
-        rank_error: how far the rank of a quantile may be off, with probability 0.999; 0 where they are exact.
+        rank_error: the rank of a quantile is off by at most this, with probability 0.999; 0 where they are exact.
     """
 
     count: int
@@ -70,9 +71,9 @@ class Statistics:
     """The statistics of the episodes that were visible at one moment.
 
     Attributes:
-        fields: name -> its statistics; text and complex fields are left out.
-        last_serial: the newest episode among them (of the last folder).
-        num_episodes: how many they are.
+        fields: name -> its statistics; fields of text, lists and complex numbers are left out.
+        last_serial: the serial of the newest of these episodes (in the last folder).
+        num_episodes: the number of these episodes.
     """
 
     fields: dict[str, FieldStatistics]
@@ -91,11 +92,11 @@ class Statistics:
         """A transform of batches to mean 0 and standard deviation 1, or to -1 … 1.
 
         Args:
-            names: of fields; default: all that have statistics.
+            names: the fields; default: all that have statistics.
             by: "std", "range" (minimum and maximum become -1 and 1) or "quantiles" (the lowest and the highest quantile
                 become -1 and 1; values beyond are not clipped).
-            eps: an entry that varies less than this is only shifted.
-            add_eps: every entry is divided by its deviation + `eps` instead, as CORL and d3rlpy do.
+            eps: numbers of a field whose scale is not above this are only shifted.
+            add_eps: every number is divided by its scale + `eps` instead, as CORL and d3rlpy do.
             keep_padding: timesteps that do not exist stay 0; see `Normalize`.
 
         Returns:
@@ -114,14 +115,14 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Normalize:
-    """A transform of batches: (x - shift) / scale, of each field, its `next_` and its `seq_`, computed in float64.
+    """A transform of batches: (x - shift) / scale for each field, its `next_` and its `seq_`, computed in float64.
 
     The results have the field's dtype; those of whole numbers are float32.
 
     Attributes:
-        scales: dotted name -> (shift, scale).
-        keep_padding: timesteps that do not exist are 0 afterwards, as told by the batch's `_mask`, `_mask_<field>`,
-            `_lens` or `n_step_lens`.
+        scales: dotted name -> (shift, scale), each of the field's shape.
+        keep_padding: timesteps that do not exist are 0 afterwards. Which ones, the batch's `_mask`, `_mask_<field>`,
+            `_lens` or `n_step_lens` tells.
     """
 
     scales: Mapping[str, tuple[Array, Array]]
@@ -131,7 +132,7 @@ class Normalize:
         """A new batch with the fields normalised.
 
         Args:
-            batch: of tensors or arrays.
+            batch: key -> tensor or array (B, …); groups as nested dicts.
 
         Raises:
             SchemaError: `keep_padding`, and the batch does not tell which of its timesteps exist.
@@ -148,7 +149,7 @@ class Normalize:
         """A new batch with the fields scaled back: x · scale + shift.
 
         Args:
-            batch: of tensors or arrays, such as a policy's actions.
+            batch: key -> tensor or array, such as a policy's actions.
         """
 
         def scaled_back(_: str, name: str, value: Any) -> Any:
@@ -165,21 +166,21 @@ def statistics(
     seed: int = 0,
     schema: Schema | None = None,
 ) -> Statistics:
-    """The statistics of the episodes that tables show, field by field, in blocks of a few megabytes.
+    """The statistics of the episodes that the tables of folders show, read field by field in blocks of a few megabytes.
 
     Args:
-        folders: of equal fields.
-        names: of fields; default: all of numbers.
+        folders: (number, folder, episode table) of each; the fields must be equal.
+        names: the fields; default: all of real numbers.
         quantiles: numbers from 0 to 1.
-        seed: of the samples.
-        schema: of the fields that are read; default: that of the first folder.
+        seed: fixes the samples.
+        schema: the fields that are read; default: the schema of the first folder.
 
     Returns:
         The statistics.
 
     Raises:
         NotEnoughDataError: there are no episodes.
-        SchemaError: a field is unknown or of text, or a quantile is out of range.
+        SchemaError: a field is unknown or holds no real numbers, or a quantile is out of range.
     """
     schema = schema or folders[0][1].layout.schema
     if any(not 0 <= q <= 1 for q in quantiles):
@@ -195,10 +196,10 @@ def statistics(
 
 
 def fingerprint(table: EpisodeTable) -> dict[str, int]:
-    """Numbers that differ between the visible episodes of two tables.
+    """Numbers by which it is known whether two tables show the same episodes.
 
-    The change counter alone is not enough: it begins anew where a folder is overwritten, and in a copy of it. Nor are
-    the records: they do not count columns that were added.
+    The change counter alone is not enough: it begins anew in a folder that is overwritten, and in a copy. Nor are the
+    records: their checks do not change when a field is added.
     """
     return {"changes": table.changes, "records": crc32(np.ascontiguousarray(table.check[table.visible]))}
 
@@ -211,9 +212,11 @@ def kept_statistics(
     seed: int,
     may_keep: Callable[[], bool],
 ) -> Statistics:
-    """The statistics of a folder that are kept in it, where they are of now, or those that are computed.
+    """The statistics of a folder: the stored ones if its episodes are still the same, else computed and stored.
 
-    Args: may_keep: whether the lock of the folder is held, once they are computed: then they are written into it.
+    Args:
+        storage, names, quantiles, seed: see `statistics`.
+        may_keep: called after the computation; true if this process holds the lock of the folder, so that it may write.
     """
     if (kept := _kept(storage, names, quantiles)) is not None:
         return kept
@@ -225,7 +228,7 @@ def kept_statistics(
 
 
 def _kept(storage: Storage, names: Sequence[str] | None, quantiles: Sequence[float]) -> Statistics | None:
-    """The stored statistics, if they are of these fields and of the episodes that are visible now."""
+    """The stored statistics, if they have these fields and are of the episodes that are visible now; else None."""
     chosen, schema = _numeric(storage.layout.schema, names), storage.layout.schema.all
     try:
         document = json.loads(storage.folder.read(FILE, MAX_BYTES))
@@ -241,7 +244,7 @@ def _kept(storage: Storage, names: Sequence[str] | None, quantiles: Sequence[flo
 
 
 def _keep(folder: Folder, result: Statistics, episodes: Mapping[str, int]) -> None:
-    """Write statistics, and the fingerprint of their episodes, into the folder; an error is only logged."""
+    """Write statistics, and the fingerprint of their episodes, to `FILE`; an error is only logged."""
     fields = {name: vars(field) | {"quantiles": [*field.quantiles.items()]} for name, field in result.fields.items()}
     document = {**episodes, "last_serial": result.last_serial, "num_episodes": result.num_episodes, "fields": fields}
     try:
@@ -279,13 +282,13 @@ def _of_field(
 
 
 class RunningStatistics:
-    """The statistics of entries that are added block by block.
+    """The statistics of the entries of a field, which are added block by block.
 
     Args:
-        shape: of an entry.
+        shape: the shape of an entry.
         total: the number of entries that will be added.
         quantiles: numbers from 0 to 1.
-        seed: of the sample for the quantiles, or a generator.
+        seed: fixes the sample for the quantiles; or a generator.
     """
 
     def __init__(
@@ -311,7 +314,7 @@ class RunningStatistics:
 
         Args:
             rows: (n, *shape).
-            valid: (n,) bool, which of them count; default: all.
+            valid: (n,) bool, true for the entries that count; default: all.
         """
         values, valid = np.asarray(rows, np.float64), np.ones(len(rows), bool) if valid is None else valid
         if valid.any():
@@ -322,7 +325,7 @@ class RunningStatistics:
         self._seen += len(rows)
 
     def result(self) -> FieldStatistics | None:
-        """The statistics of the entries; None if none counted."""
+        """The statistics of the entries so far; None if none counted."""
         moments = self._moments
         if not moments.count:
             return None
@@ -334,7 +337,7 @@ class RunningStatistics:
 
 
 class _Moments:
-    """Count, mean, sum of squared differences from it, and extremes, of blocks merged one after another."""
+    """Count, mean, sum of squared deviations from the mean, and extremes; blocks are merged one after another."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.count = 0
@@ -342,7 +345,7 @@ class _Moments:
         self.min, self.max = np.full(shape, np.inf), np.full(shape, -np.inf)
 
     def merge(self, values: Array) -> None:
-        """Merge a block of shape (n, *shape), float64."""
+        """Merge a block, (n, *shape) float64, n > 0."""
         n, axis = len(values), 0
         if values[0].size <= NARROW:
             values, axis = np.ascontiguousarray(np.moveaxis(values, 0, -1)), -1
@@ -357,7 +360,7 @@ class _Moments:
 
 
 def _entries(storage: Storage, table: EpisodeTable, name: str) -> IntArray:
-    """(episodes,) how many entries of a field each visible episode shows."""
+    """(E,) int64: the number of entries of a field that each visible episode shows."""
     schema, slots = storage.layout.schema, table.visible
     if name in schema.meta_fields:
         return np.ones(len(slots), np.int64)
@@ -366,15 +369,15 @@ def _entries(storage: Storage, table: EpisodeTable, name: str) -> IntArray:
 
 
 def _read_blocks(storage: Storage, table: EpisodeTable, name: str) -> Iterator[tuple[Array, BoolArray]]:
-    """(entries, which of them are valid) of the visible episodes: those of a damaged or overwritten one are not."""
+    """(entries (n, *field) as stored, (n,) whether each is valid), block by block: not if damaged or overwritten."""
     schema = storage.layout.schema
-    field, most = schema.all[name], max(1, BLOCK_BYTES // max(1, schema.all[name].itemsize))
+    field, max_entries = schema.all[name], max(1, BLOCK_BYTES // max(1, schema.all[name].itemsize))
     meta = storage.maps.meta.get(name)
     counts = _entries(storage, table, name)
-    for block in _plan_blocks(zip(table.visible.tolist(), counts.tolist(), strict=True), most):
+    for block in _plan_blocks(zip(table.visible.tolist(), counts.tolist(), strict=True), max_entries):
         slots = np.array([slot for slot, _, _ in block])
         first = slots if name in schema.meta_fields else storage.first_row(slots, field.final) + table.start[slots]
-        storage.trust(slots)  # an episode that fails its check is not visible any more
+        storage.trust(slots)  # hides an episode that fails its check
         valid = storage.table.shows(slots, table.serial[slots])
         ranges = zip(first.tolist(), block, strict=True)
         parts = [(slice(row + start, row + stop), slot) for row, (slot, start, stop) in ranges]
@@ -388,14 +391,17 @@ def _read_blocks(storage: Storage, table: EpisodeTable, name: str) -> Iterator[t
         yield rows, np.repeat(valid, [stop - start for _, start, stop in block])
 
 
-def _plan_blocks(episodes: Iterable[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Lists of (slot, start, stop) that hold `most` entries at most."""
+def _plan_blocks(episodes: Iterable[tuple[int, int]], max_entries: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Lists of (slot, start, stop): entries of episodes, at most `max_entries` in a list.
+
+    Args: episodes: (slot, number of entries) of each. max_entries: the most entries of a list.
+    """
     block: list[tuple[int, int, int]] = []
     size = 0
     for slot, count in episodes:
-        for start in range(0, count, most):
-            stop = min(count, start + most)
-            if size + stop - start > most:
+        for start in range(0, count, max_entries):
+            stop = min(count, start + max_entries)
+            if size + stop - start > max_entries:
                 yield block
                 block, size = [], 0
             block.append((slot, start, stop))
@@ -413,7 +419,7 @@ def _shift_and_scale(field: FieldStatistics, by: str, eps: float, add_eps: bool)
 
 
 def _each(batch: Mapping[str, Any], names: Iterable[str], change: Callable[[str, str, Any], Any]) -> dict[str, Any]:
-    """A copy of the batch with each field, also its `next_` and `seq_`, changed by (prefix, name, value)."""
+    """A copy of a batch in which `change`(prefix, name, value) replaces each field, its `next_` and its `seq_`."""
     out = dict(batch)
     for name in names:
         for prefix in ("", "next_", "seq_"):
@@ -422,7 +428,7 @@ def _each(batch: Mapping[str, Any], names: Iterable[str], change: Callable[[str,
 
 
 def _changed(batch: dict[str, Any], name: str, change: Any) -> dict[str, Any]:
-    """A batch with one key, dotted within groups, changed, if it is there."""
+    """A copy of a batch in which `change`(value) replaces the value of a dotted key, if it has the key."""
     key, _, rest = name.partition(".")
     if key not in batch:
         return batch
@@ -430,43 +436,49 @@ def _changed(batch: dict[str, Any], name: str, change: Any) -> dict[str, Any]:
 
 
 def _value(batch: Mapping[str, Any], name: str) -> Any:
-    """The value of a key, dotted within groups; None where there is none."""
+    """The value of a dotted key; None if the batch does not have it."""
     key, _, rest = name.partition(".")
     return _value(batch[key], rest) if rest and key in batch else batch.get(key)
 
 
 def _with_zeros(batch: Mapping[str, Any], prefix: str, name: str, axes: int, values: Any) -> Any:
-    """Values (B, T, *field) with zeros at the timesteps that do not exist; others, such as ragged ones, as they are."""
+    """Values (B, T, *field) with zeros at timesteps that do not exist; ragged values, and those without T, as they are.
+
+    Args: axes: the number of axes of the field.
+    """
     if isinstance(values, list) or getattr(values, "is_nested", False) or values.ndim != axes + 2:
         return values
-    own = None if prefix else _value(batch, f"_mask_{name}")
-    mask = batch.get("_mask") if own is None and not prefix else own
+    field_mask = None if prefix else _value(batch, f"_mask_{name}")
+    mask = batch.get("_mask") if field_mask is None and not prefix else field_mask
     if mask is None or mask.shape[1] != values.shape[1]:
         lens = batch.get("n_step_lens" if prefix else "_lens")
         steps = 0 if lens is None else int(lens.max()) if mask is None else mask.shape[1]
-        finals = not prefix and "_has_final" in batch and values.shape[1] > steps  # one more entry than steps
+        finals = not prefix and "_has_final" in batch and values.shape[1] > steps  # with final observations
         if lens is None or (finals and values.shape[1] > steps + 1):
             raise SchemaError(
                 f"normalize: keep_padding: the batch does not tell which timesteps of {prefix + name!r} exist; leave "
                 "keep_padding out, or let it have `_mask` or `_lens`, as windows, offsets and whole episodes do"
             )
         lens = lens.reshape(-1) + batch["_has_final"] * 1 if finals else lens.reshape(-1)
-        every = np.arange(values.shape[1])
-        mask = (every if isinstance(values, np.ndarray) else lens.new_tensor(every)) < lens[:, None]
-    values[~mask] = 0  # they are a copy
+        positions = np.arange(values.shape[1])
+        mask = (positions if isinstance(values, np.ndarray) else lens.new_tensor(positions)) < lens[:, None]
+    values[~mask] = 0  # `values` is a copy already
     return values
 
 
 def _computed(value: Any, shift: Array, scale: Array, change: Any) -> Any:
-    """A tensor or array changed in float64, where a large mean costs no digits, and cast back to its float dtype."""
-    if isinstance(value, list):  # of sequences without padding
+    """`change`(value, shift, scale) of a tensor or array, in float64, so that a large mean costs no digits.
+
+    The result is cast back to the dtype of the value, or from whole numbers to float32.
+    """
+    if isinstance(value, list):  # sequences without padding
         return type(value)(_computed(rows, shift, scale, change) for rows in value)
     if isinstance(value, np.ndarray):
         return change(value.astype(np.float64), shift, scale).astype(value.dtype if value.dtype.kind == "f" else "f4")
     wide = value.float() if value.device.type == "mps" else value.double()  # MPS has no float64
-    # jagged tensors of torch 2.4 take no tensor without an axis
-    out = change(wide, *(wide.new_tensor(each) if each.ndim else each.item() for each in (shift, scale)))
-    return out.to(value.dtype) if value.is_floating_point() else out.float()
+    # A jagged tensor of torch 2.4 cannot be combined with a tensor that has no axes.
+    result = change(wide, *(wide.new_tensor(operand) if operand.ndim else operand.item() for operand in (shift, scale)))
+    return result.to(value.dtype) if value.is_floating_point() else result.float()
 
 
 def _from_json(spec: Mapping[str, Any], shape: tuple[int, ...]) -> FieldStatistics:
