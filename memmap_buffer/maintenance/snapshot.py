@@ -1,4 +1,8 @@
-"""A consistent copy of a live buffer, taken without its lock. Writes nothing to the source."""
+"""A consistent copy of a live buffer, taken without its lock. Writes nothing to the source.
+
+`snapshot` is called by `api.buffer`. `pack` shares the parts that any copy needs: `new_copy` makes the new folder,
+`visible` lists the episodes of one moment, `counters` and `write_counters` make its state.npy.
+"""
 
 from __future__ import annotations
 
@@ -33,28 +37,28 @@ from memmap_buffer.format.shards import require_new_place
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import close_all, copy_range, write_all, write_word
 
-ROUNDS, FEW = 100, 5
-SUBFOLDERS = ("priority", "extra")
+ROUNDS, FEW = 100, 5  # the most rounds of a copy; rounds after which `visible` is content with the older episodes
+SUBFOLDERS = ("priority", "extra")  # copied file by file
 
 
 def snapshot(source: Storage, path: Path) -> None:
     """Copy the visible episodes into a new folder; a writer may go on meanwhile.
 
-    All episodes of the copy were visible together, at one moment during the call, and are as they were then. Those of
-    that moment that a circular buffer overwrote before they were copied are left out: the oldest, as few as possible.
+    All episodes of the copy were visible together, at one moment during the call, and are as they were then. Episodes
+    that a circular buffer overwrote before they were copied are left out: the oldest ones, as few as possible.
 
     Args:
         source: the folder, open.
-        path: where the copy goes; no buffer may be there.
+        path: the new folder; no buffer may be there.
 
     Raises:
-        SchemaMismatchError: there is a buffer at `path`; or another one took the place of this one.
-        SchemaError: the folder is at a URL.
+        SchemaMismatchError: there is a buffer at `path`; or the source was replaced by another buffer.
+        SchemaError: the source is at a URL.
         StaleEpisodeError: the ring turns faster than one episode can be copied.
         OSError: the disk is full, say; then there is no buffer at `path`.
     """
     layout = source.layout
-    if source.mirror is not None:  # of which only what was read is here
+    if source.mirror is not None:  # of a folder at a URL, only what was read is on this disk
         url = source.where
         raise SchemaError(f"snapshot: got {url}, expected a folder on a disk; `pull({url!r}, {str(path)!r})` copies it")
     with new_copy(source, path, layout, SUBFOLDERS) as there:
@@ -69,20 +73,22 @@ def snapshot(source: Storage, path: Path) -> None:
             for slot, record in _copy_slots(source, here, there).items():
                 write_all(there["/episodes"], record, layout.arrays["/episodes"].offset(slot))
         words = counters(source) | {name: source.state(name) for name in ("term", "nonce", "changes")}
-        if source.state("suspect") or source.first_unsettled is not None:  # in doubt there: then in the copy, too
+        if source.state("suspect") or source.first_unsettled is not None:  # in doubt here: in doubt in the copy, too
             words["suspect"] = words["next"]
         write_counters(there["/state"], layout, words)
 
 
 @contextmanager
 def new_copy(source: Storage, path: Path, layout: Layout, subfolders: Sequence[str]) -> Iterator[dict[str, int]]:
-    """The array files of a new buffer, by key, open to be filled in the block; it is one only when the block has ended.
+    """Create a new folder whose array files, key -> descriptor, are filled in the block; a buffer once the block ended.
 
     Args:
-        source: what is copied.
-        path: where the new buffer is.
+        source: the folder that is copied.
+        path: the new folder.
         layout: its schema and sizes.
-        subfolders: those of the source whose files are copied by their bytes.
+        subfolders: subfolders of the source, whose files are copied as they are.
+
+    Raises: SchemaMismatchError: there is a buffer at `path`.
     """
     target = Folder(path)
     _require_none(target)
@@ -92,7 +98,7 @@ def new_copy(source: Storage, path: Path, layout: Layout, subfolders: Sequence[s
     try:
         _require_none(target)
         names = [f"{sub}/{name}" for sub in subfolders for name in source.folder.list(sub)]
-        if target.exists("schema.json.new"):  # a copy that was killed left them here
+        if target.exists("schema.json.new"):  # files of a copy that was killed
             _remove(target, names)
         target.require_free(names)
         copied = list[str]()
@@ -118,7 +124,7 @@ def new_copy(source: Storage, path: Path, layout: Layout, subfolders: Sequence[s
 
 @contextmanager
 def _opened(opener: Callable[[str, bytes, int], int], layout: Layout) -> Iterator[dict[str, int]]:
-    """The descriptors of all array files, by key."""
+    """Key -> file descriptor of each array file, open within the block. Args: opener: opens (name, header, size)."""
     opened: dict[str, int] = {}
     try:
         for key, array in layout.arrays.items():
@@ -140,28 +146,29 @@ def _remove(target: Folder, names: list[str]) -> None:
 
 
 def counters(source: Storage) -> dict[str, int]:
-    """The words of a copy's state.npy."""
+    """The words of the state.npy of a copy, by their names."""
     return {"next": _following(source), "changes": 1, "clean": 1, "term": 1}
 
 
 def write_counters(fd: int, layout: Layout, words: dict[str, int]) -> None:
-    """Write words of a state.npy that is open."""
+    """Write words of a state.npy, which is open as `fd`."""
     for name, value in words.items():
         write_word(fd, value, layout.arrays["/state"].offset(0) + 8 * STATE_WORD[name])
 
 
 def _following(source: Storage) -> int:
-    """The serial after the last one that was published."""
+    """The serial after the last published one."""
     table, stated = source.refresh(), source.state("next")
     least = int(table.serial[table.valid].max(initial=-1)) + 1
-    return max(stated, least) if stated < MAX_SERIAL else least  # else it is damaged
+    return max(stated, least) if stated < MAX_SERIAL else least  # a higher word is damaged
 
 
 def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) -> dict[int, bytes]:
-    """Copy the episodes of one moment; slot -> record.
+    """Copy the episodes of one moment; returns slot -> record, as bytes.
 
-    Each round copies what changed since the last, and counts what was overwritten during it. A ring that turns faster
-    than it is copied gives no round without any, so every round is content with less.
+    Each round copies the episodes that changed since the last round, and counts those that were overwritten during it.
+    In a ring that turns faster than it is copied, some always are, so each round is content with fewer. `here` and
+    `there`: key -> file descriptor, of the source and of the copy.
     """
     copied: dict[int, bytes] = {}
     for attempt in range(ROUNDS):
@@ -175,9 +182,9 @@ def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) ->
                 copied[slot] = record
         whole &= source.generations(slots) == table.generation[slots]
         enough = len(slots) * (1 - (attempt / ROUNDS) ** 3)
-        oldest_left = not (whole[:-1] & ~whole[1:]).any()  # by age; else one was changed in place, and may retire later
-        some = oldest_left and whole.sum() >= enough and (whole.any() or not len(table))
-        if some and _retired(source, table.serial[slots[~whole]]):
+        oldest_left = not (whole[:-1] & ~whole[1:]).any()  # slots are by age; else one was changed in place
+        may_end = oldest_left and whole.sum() >= enough and (whole.any() or not len(table))
+        if may_end and _retired(source, table.serial[slots[~whole]]):
             return {slot: copied[slot] for slot in slots[whole].tolist()}
     raise StaleEpisodeError(
         f"{source.path}: the ring turns faster than it can be copied; pause its writer, or make the ring larger"
@@ -185,41 +192,41 @@ def _copy_slots(source: Storage, here: dict[str, int], there: dict[str, int]) ->
 
 
 def visible(source: Storage) -> tuple[EpisodeTable, IntArray]:
-    """(a table, the slots that were visible at one moment).
+    """(an episode table, the slots (E,) of its episodes that were visible at one moment, by ascending serials).
 
-    A table is not read in an instant: it may have a new episode and lack the one before it, whose slot was passed too
-    early. All serials below the next one were published before, so up to there none is lacking, but for those under
-    an `update`, which is waited for.
+    Reading a table takes time: it may have a new episode and lack the one before, whose slot was read too early. But of
+    the serials below `next`, read before the table, none is missing: all were published by then. Only an episode under
+    an `update` may be, which is waited for.
     """
     for attempt in range(ROUNDS):
         following = _following(source)
         table = source.refresh()
         slots = table.visible[table.serial[table.visible] < following]
         if _being_updated(source, table.serial[slots]):
-            time.sleep(0.001)  # a dead writer's never ends; its episode is not visible until the next writer comes
+            time.sleep(0.001)  # a dead writer's update does not end: its episode stays hidden until the next writer
         elif len(slots) == len(table) or (len(slots) and attempt >= FEW):
             break
     return table, slots
 
 
 def _being_updated(source: Storage, serials: IntArray) -> bool:
-    """Whether an episode that is no older than these has the odd generation of a change in place."""
+    """Whether an `update` is changing an episode that is no older than the oldest of these serials."""
     words = source.maps.words
-    before = words[words[:, GENERATION] & np.uint64(1) == 1]
-    before[:, GENERATION] -= np.uint64(1)
-    record = before.view(RECORD)[:, 0]
-    shown = (before[:, CHECK] == check_of(before)) & (record["flags"] & DELETED == 0)
+    words_before = words[words[:, GENERATION] & np.uint64(1) == 1]
+    words_before[:, GENERATION] -= np.uint64(1)
+    record = words_before.view(RECORD)[:, 0]
+    shown = (words_before[:, CHECK] == check_of(words_before)) & (record["flags"] & DELETED == 0)
     return bool((record["serial"][shown] >= serials.min(initial=MAX_SERIAL)).any())
 
 
 def _retired(source: Storage, serials: IntArray) -> bool:
-    """Whether all of these left the ring, rather than being changed and still there."""
+    """Whether all episodes with these serials have left the ring; an episode that an `update` changed has not."""
     table = source.refresh()
     return bool((serials < table.serial[table.visible].min(initial=MAX_SERIAL)).all())
 
 
 def _copy_slot(source: Storage, word: Words, slot: int, here: dict[str, int], there: dict[str, int]) -> None:
-    """Copy the rows of an episode as its record `word` says."""
+    """Copy the files' parts that belong to a slot: of rows and blobs, as many as its record `word` (8,) names."""
     layout, record = source.layout, word.view(RECORD)[0]
     for name, field in layout.schema.fields.items():
         first = int(source.first_row(np.array([slot]), field.final)[0])
@@ -235,15 +242,15 @@ def _copy_slot(source: Storage, word: Words, slot: int, here: dict[str, int], th
 
 
 def _extent(index: Array, layout: Layout, name: str, slot: int) -> range:
-    """The bytes that the blobs of an episode take; never more than its rows would, whatever their index (T, 2) says."""
+    """The byte range of an episode's blobs, from their index (T, 2); bounded, should the index be damaged."""
     length = lengths_of(index)
-    there = length > 0
-    if not there.any():
+    has_blob = length > 0
+    if not has_blob.any():
         return range(0)
     packed = range(layout.blobs.get(name, 0))
     within = layout.region(name, slot) if layout.writable else packed
-    begin = np.clip(index[there, 0], within.start, within.stop)
-    start, stop = int(begin.min()), int((begin + length[there]).max())
+    begin = np.clip(index[has_blob, 0], within.start, within.stop)
+    start, stop = int(begin.min()), int((begin + length[has_blob]).max())
     field = layout.coded[name]
-    most = within.stop if field.is_list else start + len(index) * field.itemsize
-    return range(start, min(stop, within.stop, most))
+    bound = within.stop if field.is_list else start + len(index) * field.itemsize
+    return range(start, min(stop, within.stop, bound))
