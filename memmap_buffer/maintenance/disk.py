@@ -1,4 +1,7 @@
-"""The disk under a folder, and the memory above it: who may change it, what is free, how fast it is. Writes nothing."""
+"""The disk under a folder: its kind, free space and speed, and how much of the folder is in memory. Writes nothing.
+
+The functions here are public; `memmap-buffer doctor` and `info` show their results.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from memmap_buffer.format.syscalls import CAN_FORGET
 from memmap_buffer.paths import AnyPath, path_of
 from memmap_buffer.writing.commit import MEMORY
 
-SAMPLE = 4096  # timesteps
-FIRST, BATCH = 8, 256  # timesteps read at a time: few at first, as a slow disk takes 0.1 s for them
-IN_MEMORY = 0.95  # of a sample: batches hardly wait for the other 5 %
+SAMPLE = 4096  # timesteps that are read to measure a disk
+FIRST, BATCH = 8, 256  # timesteps that are read at a time: 8 at first, which take a slow disk 0.1 s, then up to 256
+IN_MEMORY = 0.95  # the part of a sample from which on batches hardly wait for the disk
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Disk:
     Attributes:
         network: the kind of network file system, "" for a local one.
         anyone_may_rename: whether any user of the machine could replace the folder.
-        free_bytes: for this user.
+        free_bytes: the bytes that are free for this user.
     """
 
     network: str
@@ -46,7 +49,7 @@ def disk_of(folder: AnyPath) -> Disk:
     """The disk under a folder.
 
     Args:
-        folder: of a buffer, or any other.
+        folder: the path of a buffer, or of any other folder.
 
     Raises:
         OSError: there is no such folder.
@@ -60,10 +63,10 @@ class DiskSpeed:
     """How fast timesteps, all fields of each, are read from the disk.
 
     Attributes:
-        cached: the part of the sample that was in memory before.
-        batch: timesteps that were read at once.
-        rate: timesteps a second; 0 where none could be dropped, as other processes use them.
-        timestep_bytes: of one timestep.
+        cached: the fraction of the sample that was in memory before.
+        batch: how many timesteps were read at once.
+        rate: timesteps a second; 0 if no page of the sample could be dropped, as other processes use all of them.
+        timestep_bytes: the bytes of one timestep, in files.
     """
 
     cached: float
@@ -76,13 +79,13 @@ def measure_disk_speed(folder: AnyPath, seconds: float, *, larger: bool) -> Disk
     """Measure how fast a folder is read from the disk, if batches will have to wait for it.
 
     Args:
-        folder: of a buffer.
+        folder: the path of a buffer.
         seconds: how long to measure.
         larger: whether the data is larger than memory; smaller data is measured only if it is not in memory now.
 
     Returns:
-        None if the data is in memory or the file system has no disk, if there are no timesteps, or if the system
-        cannot tell.
+        The speed; None if the data is in memory, the file system has no disk, there are no timesteps, or the operating
+        system cannot drop pages from its cache.
 
     Raises:
         NotABufferError: there is no buffer.
@@ -96,33 +99,33 @@ def measure_disk_speed(folder: AnyPath, seconds: float, *, larger: bool) -> Disk
     if cached > IN_MEMORY and not larger:
         return None
     sample.forget()
-    took = _measured(sample, seconds)
-    rate = 1 / float(np.median(took[max(took)])) if took else 0.0
-    return DiskSpeed(cached, max(took, default=0), rate, sample.timestep_bytes)
+    seconds_by_batch = _measured(sample, seconds)
+    rate = 1 / float(np.median(seconds_by_batch[max(seconds_by_batch)])) if seconds_by_batch else 0.0
+    return DiskSpeed(cached, max(seconds_by_batch, default=0), rate, sample.timestep_bytes)
 
 
 def _measured(sample: _Sample, seconds: float) -> dict[int, list[float]]:
-    """Timesteps read at once -> the seconds of one of them, in each batch that had to wait for the disk."""
-    took: dict[int, list[float]] = {}
+    """Number of timesteps read at once -> seconds a timestep, of each batch that had to wait for the disk."""
+    seconds_by_batch: dict[int, list[float]] = {}
     unread, end, batch = sample.missing(), perf_counter() + seconds, FIRST
-    while len(unread) and (not took or perf_counter() < end):
-        part, unread = sample.missing(unread[:batch]), unread[batch:]  # some shared pages with earlier ones
+    while len(unread) and (not seconds_by_batch or perf_counter() < end):
+        part, unread = sample.missing(unread[:batch]), unread[batch:]  # some share pages with those that were read
         if len(part):
             begin = perf_counter()
             sample.read(part)
-            took.setdefault(batch, []).append((perf_counter() - begin) / len(part))
+            seconds_by_batch.setdefault(batch, []).append((perf_counter() - begin) / len(part))
         batch = min(2 * batch, BATCH)
-    return took
+    return seconds_by_batch
 
 
 def bytes_to_copy(source: AnyPath) -> int:
     """The bytes that a copy of a folder, by `pack` or `snapshot`, will have.
 
     Args:
-        source: the folder of a buffer.
+        source: the path of a buffer.
 
     Returns:
-        Those of the visible timesteps and of the meta fields.
+        The bytes of the visible timesteps and of the meta fields.
 
     Raises:
         NotABufferError: there is no buffer.
@@ -136,12 +139,12 @@ def bytes_to_copy(source: AnyPath) -> int:
 
 
 class Compression(NamedTuple):
-    """How much smaller the visible timesteps of a field are, by their bytes; disk blocks are not counted.
+    """The bytes of a field's visible timesteps, compressed and not; unused parts of disk blocks are not counted.
 
     Attributes:
-        codec: as it stands in the schema; None of lists.
-        stored: with their index and dictionary.
-        raw: as rows.
+        codec: the codec, as JSON in the schema; None for lists.
+        stored: the bytes of the blobs, their index and the dictionary.
+        raw: the bytes of the same timesteps as rows.
     """
 
     codec: dict[str, Any] | None
@@ -153,10 +156,10 @@ def compression_of(folder: AnyPath) -> dict[str, Compression]:
     """How much smaller compression makes a folder.
 
     Args:
-        folder: of a buffer.
+        folder: the path of a buffer.
 
     Returns:
-        Field -> its saving; of the fields with a codec, and of lists, in the order of the schema.
+        Field -> its bytes, for each field with a codec or of lists, in the order of the schema.
 
     Raises:
         NotABufferError: there is no buffer.
@@ -176,19 +179,19 @@ def _compression(storage: Storage, name: str) -> Compression:
 
 
 class _Sample:
-    """Random visible timesteps of a folder that this process has not read yet: the system drops no page in use."""
+    """Random visible timesteps of a folder that this process has not read: the system drops no page that is mapped."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage, table = storage, storage.table
         total = int(table.length[table.visible].sum())
         self.size = min(SAMPLE, total)
-        # another seed each time: the timesteps of the last measurement are in memory now
+        # Another seed each time, as the timesteps of the last measurement are in memory now.
         slots, t = table.locate(table.visible, np.random.default_rng().choice(total, self.size, replace=False))
         self._places: dict[str, _Places] = {}
         for name, field in storage.layout.schema.fields.items():
             rows = storage.first_row(slots, field.final) + t
             stored = storage.maps.rows[name]
-            if name in storage.maps.coded:  # the index is small, and read with this; its blobs are not
+            if name in storage.maps.coded:  # the index is small, and in memory after this; the blobs are not
                 index = stored[rows]
                 self._places[name + BLOBS] = _Places(
                     storage.maps.coded[name].data,
@@ -202,7 +205,7 @@ class _Sample:
         self.timestep_bytes = round(float(np.mean(sum(sizes)))) if self._places else 0
 
     def missing(self, part: IntArray | None = None) -> IntArray:
-        """The timesteps of a part of the sample, default all, that have a page which is not in memory."""
+        """The numbers, of those in `part` (default: all), of timesteps with a page that is not in memory."""
         part = np.arange(self.size) if part is None else part
         cached = np.ones(len(part), bool)
         for place in self._places.values():
@@ -210,15 +213,15 @@ class _Sample:
         return part[~cached]
 
     def forget(self) -> None:
-        """Drop the pages of the sample from the cache."""
+        """Drop the pages of the sample from the system's page cache."""
         for key, place in self._places.items():
             file = self._storage.layout.arrays[key]
             width, head = place.array.nbytes // max(1, len(place.array)), len(file.header)
-            spans = zip((head + place.begin * width).tolist(), (head + place.stop * width).tolist(), strict=True)
-            self._storage.folder.forget(file.name, file.header, file.size, spans)
+            byte_ranges = zip((head + place.begin * width).tolist(), (head + place.stop * width).tolist(), strict=True)
+            self._storage.folder.forget(file.name, file.header, file.size, byte_ranges)
 
     def read(self, part: IntArray) -> None:
-        """Read a part of the sample as batches are read: all pages are requested, then the rows, or blobs, copied."""
+        """Read timesteps of the sample, as batches are read: request all pages, then copy the rows, or blobs."""
         for place in self._places.values():
             will_need(place.array, sorted(place.ranges(part)))
         for place in self._places.values():
@@ -227,7 +230,7 @@ class _Sample:
 
 
 class _Places(NamedTuple):
-    """Ranges begin … stop - 1 (N,) of the rows of a mapped array: one of each timestep of a sample."""
+    """Ranges begin … stop - 1, (N,) int64, of rows or bytes of a mapped array, one for each timestep of a sample."""
 
     array: Array
     begin: IntArray
@@ -235,9 +238,9 @@ class _Places(NamedTuple):
 
     @property
     def sizes(self) -> IntArray:
-        """The bytes (N,) of each."""
+        """(N,) the bytes of each range."""
         return (self.stop - self.begin) * (self.array.nbytes // max(1, len(self.array)))
 
     def ranges(self, part: IntArray) -> Iterator[tuple[int, int]]:
-        """The ranges of some timesteps."""
+        """(begin, stop) of the timesteps with the numbers `part`."""
         return zip(self.begin[part].tolist(), self.stop[part].tolist(), strict=True)

@@ -1,7 +1,8 @@
-"""The timesteps of a field on their way to another folder: as they are, or compressed in another way.
+"""The copy of a field's timesteps to another folder: as they are, or compressed by another codec.
 
-Blobs of a field that keeps its codec are copied. Those of a field that changes it are decoded and encoded anew, some
-timesteps at a time, so neither takes more memory for a larger field.
+Blobs of a field that keeps its codec are copied. Timesteps of a field that gets another codec are decoded and encoded
+anew, a few at a time, so that memory does not grow with the field. `pack` makes a `Recoding` (the codecs of the copy),
+calls `copy_rows` for each episode and field, and at the end `close_up`.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import read_at, write_all
 from memmap_buffer.schema import Field, Schema
 
-CHUNK = 4 << 20  # bytes read, summed and written at a time: they stay in the processor's cache
-CODED_CHUNK = 16 << 20  # bytes of timesteps that are encoded or decoded at a time: several threads have some each
-LEVEL = 12  # of "zstd" where it is written once and read often: a frame takes no longer to decode
-MAX_DICTIONARY = 112_640  # bytes; what Zstandard itself trains by default
-SAMPLES_A_BYTE = 100  # bytes of timesteps to train one byte of a dictionary, as Zstandard recommends
-TRIED = 256  # timesteps by which a dictionary is tried that they did not train
-FEWEST, MAX_SAMPLES = 16, 1 << 16  # timesteps to train a dictionary by
-MOVED = 1 << 16  # rows of an index that are looked at together
+CHUNK = 4 << 20  # bytes that are read, summed and written at a time: they stay in the processor's cache
+CODED_CHUNK = 16 << 20  # bytes of timesteps that are encoded or decoded at a time, shared by several threads
+LEVEL = 12  # the level of "zstd" in a packed folder, written once and read often: decoding takes no longer
+MAX_DICTIONARY = 112_640  # the most bytes of a dictionary: Zstandard's own default
+SAMPLES_A_BYTE = 100  # bytes of timesteps for each byte of a dictionary to be trained, as Zstandard recommends
+TRIED = 256  # timesteps that a dictionary is tested with; it was not trained with them
+FEWEST, MAX_SAMPLES = 16, 1 << 16  # the fewest and the most timesteps for the training of a dictionary
+MOVED = 1 << 16  # rows of an index that are read at a time
 
 
 class DamagedError(Exception):
-    """An episode has a timestep that is none; the text tells of which field."""
+    """A timestep of an episode cannot be read; the text names the field."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class Recoding:
     """How the fields of a copy are compressed.
 
     Args:
-        schema: of the copy.
+        schema: the schema of the copy.
         anew: the fields that are decoded or encoded.
-        dictionaries: those of the copy's blobs, by field.
+        dictionaries: field -> the dictionary of its blobs in the copy.
     """
 
     schema: Schema
@@ -57,13 +58,13 @@ class Recoding:
         """The recoding that was asked for, with a trained dictionary for each field that Zstandard compresses anew.
 
         Args:
-            source: what is copied.
-            codec: field -> its codec in the copy; the others keep theirs.
-            slots: of the episodes that are copied.
-            dense: whether the copy is only read: then "zstd" is worth a higher level.
+            source: the folder that is copied.
+            codec: field -> its codec in the copy; fields that are not named keep theirs.
+            slots: (E,) the slots of the episodes that are copied.
+            dense: whether the copy is a packed, read-only folder: then "zstd" has a higher level.
 
         Raises:
-            SchemaError: there is no such field or codec, or it does not fit.
+            SchemaError: there is no such field or codec, or the codec does not fit the field.
             ImportError: the package of a codec is not installed.
         """
         schema, maps = source.layout.schema, source.maps
@@ -80,8 +81,11 @@ class Recoding:
         return cls(schema.with_fields(fields, schema.meta_fields), anew, dictionaries)
 
     def layout(self, max_episodes: int, max_timesteps: int, rows: int | None = None, **options: Any) -> Layout:
-        """A layout of the copy; of a packed one, whose files of blobs have room for timesteps that do not shrink."""
-        slots, coded = max_episodes + options["spare_slots"], self.schema.fields if rows is not None else {}
+        """The layout of the copy. In a packed one, files of blobs have room for timesteps that do not get smaller.
+
+        Args: rows: the number of timesteps of a packed copy; None: a grid. options: of `Layout`.
+        """
+        slots, fields = max_episodes + options["spare_slots"], self.schema.fields if rows is not None else {}
         return Layout(
             self.schema,
             max_episodes,
@@ -91,7 +95,7 @@ class Recoding:
                 name: slots * _room(field, max_timesteps)
                 if field.is_list
                 else (int(rows or 0) + slots * field.final) * field.itemsize
-                for name, field in coded.items()
+                for name, field in fields.items()
                 if field.is_coded
             },
             dictionaries={name: len(dictionary.content) for name, dictionary in self.dictionaries.items()},
@@ -99,14 +103,14 @@ class Recoding:
         )
 
     def write_dictionaries(self, layout: Layout, there: Mapping[str, int]) -> None:
-        """Write the dictionaries of a copy."""
+        """Write the dictionaries to the files of a copy, `there`: key -> file descriptor."""
         for name, dictionary in self.dictionaries.items():
             key = name + DICTIONARY
             write_all(there[key], dictionary.content, layout.arrays[key].offset(0))
 
 
 class Copied(NamedTuple):
-    """The checksums of a field's rows: `before`, of the source, and `after`, of the copy."""
+    """The checksums of an episode's rows of one field: `before` in the source, `after` in the copy."""
 
     before: int
     after: int
@@ -122,19 +126,20 @@ def copy_rows(
     row: int,
     there: Mapping[str, int],
 ) -> Copied:
-    """Copy an episode's rows of a field; the blobs begin where those of timesteps that do not shrink would.
+    """Copy an episode's rows of one field.
 
-    Lists begin where they would if all episodes had all the room that there is.
+    Its blobs are written from the offset at which they would begin if no earlier timestep got smaller; for lists, if
+    each earlier episode took all of its room.
 
     Args:
-        source: where they are.
+        source: the folder that is copied.
         name: the field.
-        rows: of the source.
+        rows: the episode's rows in the source.
         recoding: how the copy is compressed.
-        layout: of the copy.
-        slot: of the copy.
-        row: of the copy, of the first of them.
-        there: the copy's open files.
+        layout: the layout of the copy.
+        slot: the episode's slot in the copy.
+        row: the row of its first timestep in the copy.
+        there: key -> file descriptor of the copy's files.
 
     Raises:
         DamagedError: a timestep cannot be read.
@@ -144,10 +149,10 @@ def copy_rows(
     before = after = EMPTY
     is_raw, room = not field.is_coded and coded is None, _room(field, layout.max_timesteps)
     step = max(1, (CHUNK if is_raw else CODED_CHUNK) // field.itemsize)
-    at = slot * room if field.is_list else row * field.itemsize
+    offset = slot * room if field.is_list else row * field.itemsize
     for begin in range(rows.start, rows.stop, step):
-        there_now = source.maps.rows[name][begin : min(begin + step, rows.stop)]
-        stored = there_now if is_raw else there_now.copy()  # it may be written to meanwhile
+        rows_now = source.maps.rows[name][begin : min(begin + step, rows.stop)]
+        stored = rows_now if is_raw else rows_now.copy()  # a writer may change the map meanwhile
         values, blobs = stored, list[bytes]()
         if coded is None:
             before = add_rows(before, stored)
@@ -165,32 +170,32 @@ def copy_rows(
             if name in recoding.anew:
                 dictionary = recoding.dictionaries.get(name)
                 blobs = encode_many(field, values, dictionary)
-                stored = index_of(field, blobs, at, dictionary)
+                stored = index_of(field, blobs, offset, dictionary)
             else:
                 lengths = lengths_of(stored)
-                stored[:, 0] = np.uint64(at) + np.cumsum(lengths) - lengths
+                stored[:, 0] = np.uint64(offset) + np.cumsum(lengths) - lengths
             data = b"".join(blobs)
-            if field.is_list and at + len(data) > (slot + 1) * room:
+            if field.is_list and offset + len(data) > (slot + 1) * room:
                 raise SchemaError(
                     f"field {name!r}: max_timesteps={layout.max_timesteps} leaves too little room for the lists of an "
                     "episode; give more"
                 )
-            write_all(there[name + BLOBS], data, layout.arrays[name + BLOBS].offset(0) + at)
+            write_all(there[name + BLOBS], data, layout.arrays[name + BLOBS].offset(0) + offset)
             write_all(there[name], stored, layout.row_offset(name, row))
-            after, at = add_rows(after, contents_of(stored, blobs)), at + len(data)
+            after, offset = add_rows(after, contents_of(stored, blobs)), offset + len(data)
         row += len(stored)
     return Copied(checksum_of(before), checksum_of(after))
 
 
 def _room(field: Field, max_timesteps: int) -> int:
-    """The bytes that the blobs of an episode have room for."""
+    """The bytes that the blobs of one episode may take."""
     return (max_timesteps + field.final) * field.blob_bytes
 
 
 def close_up(layout: Layout, there: Mapping[str, int]) -> Layout:
-    """Move the blobs of a packed copy together, to lie end to end in the order of the rows; its layout with that size.
+    """Close the gaps between the blobs of a packed copy, in the order of the rows; returns its smaller layout.
 
-    None is moved behind where it was, so none is written over before it is read.
+    Blobs only move towards the beginning of the file, so none is overwritten before it is read.
     """
     sizes = {name: _close_up(layout, name, there) for name in layout.coded}
     closed = replace(layout, blobs=sizes)
@@ -204,33 +209,33 @@ def close_up(layout: Layout, there: Mapping[str, int]) -> Layout:
 
 
 def _close_up(layout: Layout, name: str, there: Mapping[str, int]) -> int:
-    """Move the blobs of one field together; their bytes."""
+    """Close the gaps between the blobs of one field, and correct its index; returns the bytes of the blobs."""
     count, index_fd, blobs_fd = layout.arrays[name].shape[0], there[name], there[name + BLOBS]
     first, end = layout.arrays[name + BLOBS].offset(0), 0
     for row in range(0, count, MOVED):
-        offset, many = layout.row_offset(name, row), min(MOVED, count - row)
-        index = np.frombuffer(read_at(index_fd, 16 * many, offset), np.uint64).reshape(-1, 2).copy()
+        offset, num_rows = layout.row_offset(name, row), min(MOVED, count - row)
+        index = np.frombuffer(read_at(index_fd, 16 * num_rows, offset), np.uint64).reshape(-1, 2).copy()
         length = lengths_of(index)
-        there_now = np.flatnonzero(length)
-        begin, stop = index[there_now, 0], index[there_now, 0] + length[there_now]
+        with_blob = np.flatnonzero(length)
+        begin, stop = index[with_blob, 0], index[with_blob, 0] + length[with_blob]
         runs = np.flatnonzero(np.append(True, begin[1:] != stop[:-1])) if len(begin) else np.empty(0, np.int64)
         lasts = np.append(runs[1:], len(begin))[: len(runs)] - 1
         index[:, 0] = np.uint64(end) + np.cumsum(length) - length
-        for a, b in zip(begin[runs].tolist(), stop[lasts].tolist(), strict=True):
-            if a != end:
-                _move(blobs_fd, first + a, first + end, b - a)
-            end += b - a
+        for old_begin, old_end in zip(begin[runs].tolist(), stop[lasts].tolist(), strict=True):
+            if old_begin != end:
+                _move(blobs_fd, first + old_begin, first + end, old_end - old_begin)
+            end += old_end - old_begin
         write_all(index_fd, index, offset)
     return end
 
 
 def _move(fd: int, origin: int, target: int, size: int) -> None:
-    for at in range(0, size, CHUNK):
-        write_all(fd, read_at(fd, min(CHUNK, size - at), origin + at), target + at)
+    for moved in range(0, size, CHUNK):
+        write_all(fd, read_at(fd, min(CHUNK, size - moved), origin + moved), target + moved)
 
 
 def _wanted(schema: Schema, codec: Mapping[str, Any], dense: bool) -> dict[str, Any]:
-    """Field -> the codec that was asked for; a group's fields each have the one of the group."""
+    """Field -> the codec that was asked for; a codec given for a group is that of all its fields."""
     wanted: dict[str, Any] = {}
     for field_or_group, spec in codec.items():
         for name in schema.require([field_or_group], "codec", schema.fields):
@@ -248,7 +253,7 @@ def _recoded(name: str, field: Field, wanted: Mapping[str, Any]) -> Field:
 
 
 def _is_kept(old: Field, new: Field) -> bool:
-    """Whether a field for which a codec was asked stays as it is: to encode a lossy one again would lose again."""
+    """Whether a field is copied as it is though a codec was given: the same one, none or lossy (it would lose more)."""
     return old.codec == new.codec and (old.codec is None or old.codec.lossy)
 
 
@@ -263,9 +268,10 @@ def _decoded(source: Storage, name: str, index: Array) -> Array:
 
 
 def _trained(source: Storage, name: str, field: Field, slots: IntArray) -> Dictionary | None:
-    """A dictionary for the blobs of a field, of a sample of all its timesteps; None if there are too few, or for less.
+    """A dictionary for the blobs of a field, trained with a sample of timesteps; None if it is impossible or useless.
 
-    Every eighth is left out of the training, and tells whether the dictionary saves more than its own size.
+    Every eighth timestep of the sample is not used for the training, but to test whether the dictionary saves more
+    bytes than it takes.
     """
     if field.codec is None or not field.codec.takes_dictionary:
         return None
@@ -279,19 +285,19 @@ def _trained(source: Storage, name: str, field: Field, slots: IntArray) -> Dicti
     content = field.codec.train(rows[~held_out], size)
     if content is None:
         return None
-    dictionary, tried = Dictionary.of(content), rows[held_out][:: max(1, int(held_out.sum()) // TRIED)]
-    without, with_it = (sum(map(len, encode_many(field, tried, candidate))) for candidate in (None, dictionary))
-    return dictionary if (without - with_it) * total > len(content) * len(tried) else None
+    dictionary, test_rows = Dictionary.of(content), rows[held_out][:: max(1, int(held_out.sum()) // TRIED)]
+    plain, smaller = (sum(map(len, encode_many(field, test_rows, candidate))) for candidate in (None, dictionary))
+    return dictionary if (plain - smaller) * total > len(content) * len(test_rows) else None
 
 
 def _sample(source: Storage, name: str, slots: IntArray, steps: IntArray) -> Array:
-    """Some timesteps (N, *field), counted through all episodes; one that cannot be read is of zeros."""
+    """Timesteps (N, *field), by their numbers `steps` (N,) across all episodes in `slots`; zeros if unreadable."""
     slots, t = source.table.locate(slots, steps)
     rows = source.first_row(slots, source.layout.schema.fields[name].final) + t
     stored = source.maps.rows[name].take(rows, 0, None, "clip")
     coded = source.maps.coded.get(name)
     if coded is None:
         return stored
-    out = np.empty((len(steps), *coded.field.shape), coded.field.storage)
-    coded.decode_into(stored, out, np.arange(len(steps)))
-    return out
+    decoded = np.empty((len(steps), *coded.field.shape), coded.field.storage)
+    coded.decode_into(stored, decoded, np.arange(len(steps)))
+    return decoded
