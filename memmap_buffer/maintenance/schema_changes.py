@@ -1,6 +1,7 @@
-"""Whole columns: a field more, a field less, another name. No new files but of one field; the new schema commits it.
+"""Changes of the schema: add a field, drop fields, rename fields. Only the files of these fields are touched.
 
-A kill at any point leaves the schema and the files as they were or as they are to be (`format`, "Creating").
+`api.editing` calls `add`, `drop` and `rename` while it holds the lock. The rename of `schema.json` commits a change: a
+kill at any point leaves the old state or the new one (`format`, "Creating").
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from memmap_buffer.writing.commit import WriteHandles, require_room
 
 
 def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Callable[[int], Array] | None) -> None:
-    """Add a field, filled for every episode that there is.
+    """Add a field, and fill it for every episode that exists.
 
     Args:
-        files: the open files.
-        name: the field.
+        files: the open files of the folder.
+        name: the name of the field.
         field: its declaration.
         meta: whether it is a meta field.
-        rows_of: slot -> its rows (T, *field), with `final` one more where the episode has its final observation; of a
-            meta field its value. None: the default.
+        rows_of: slot of a visible episode -> its rows (T, *field), (T + 1, *field) for a field with `final` where the
+            episode has its final observation; for a meta field its value (*field). None: the field's default.
 
     Raises:
-        SchemaError: the name is taken, or there is no column of checksums left.
+        SchemaError: the name is taken, or checksums.npy has no free column.
         EpisodeStateError: the lists of an episode have more members than there is room for; nothing was added.
         OSError: the disk is full, say; nothing was added.
     """
@@ -48,7 +49,7 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
     visible = set(table.visible.tolist())
     sums = layout.arrays["/checksums"]
     fill_bytes = field.fill.item().tobytes() if field.is_list else field.fill.tobytes()
-    zeros = not fill_bytes.strip(b"\0") and not (field.is_list and fill_bytes)  # as a hole is read
+    zeros = not fill_bytes.strip(b"\0") and not (field.is_list and fill_bytes)  # what a hole reads as
     fill = np.zeros_like(field.in_file.fill) if zeros else field.in_file.fill
     with creating(folder, new, bool(files.storage.state("reserved")), only=keys):
         with ExitStack() as opened:
@@ -75,7 +76,7 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
 
 
 def _in_files(layout: Layout, name: str, field: Field, slot: int, rows: Array) -> tuple[dict[str, Any], Array]:
-    """The content of each file of a field at a slot that holds some rows; the content that its checksum is of."""
+    """(key -> bytes or rows to write at a slot for some rows of a field, the content that their checksum covers)."""
     if not field.is_coded:
         return {name: rows}, rows
     blobs = encode_many(field, rows)
@@ -92,7 +93,7 @@ def drop(files: WriteHandles, names: tuple[str, ...]) -> None:
 
 
 def rename(files: WriteHandles, names: Mapping[str, str]) -> None:
-    """Give fields other names; their files keep every byte. Raises OSError where there are no second links to files."""
+    """Rename fields; their files keep every byte. Raises OSError on a file system without hard links."""
     layout = files.layout
     for name in names.values():
         _refuse(layout.schema, name, "rename_field")
@@ -121,13 +122,13 @@ def _with(layout: Layout, name: str, field: Field, meta: bool, column: int) -> L
     fields, meta_fields = _groups(layout.schema)
     if name in layout.schema.all:
         raise SchemaError(f"add_field {name!r}: there is one already; drop_field it, or recompute it", field=name)
-    more = {name: field}
-    schema = layout.schema.with_fields({**fields, **({} if meta else more)}, {**meta_fields, **(more if meta else {})})
+    new = {name: field}
+    schema = layout.schema.with_fields({**fields, **({} if meta else new)}, {**meta_fields, **(new if meta else {})})
     return layout.with_fields(schema, {**layout.column_of, name: column})
 
 
 def _free_column(files: WriteHandles) -> int:
-    """A column of checksums.npy that no field has and no record counts in."""
+    """The number of a column of checksums.npy that no field uses, and that no record counts in its digest."""
     layout, storage = files.layout, files.storage
     valid = storage.refresh().valid
     counted = storage.maps.words.view(RECORD)["columns"].reshape(-1)[valid].max(initial=0)
@@ -141,7 +142,7 @@ def _free_column(files: WriteHandles) -> int:
 
 
 def _refuse(schema: Schema, name: str, what: str) -> None:
-    """Refuse a field that would end episodes: the records of those that are there do not say whether it did."""
+    """Raise SchemaError for a field that ends episodes: the records of older episodes do not tell whether it did."""
     if name in schema.declared_ends.values():
         raise SchemaError(
             f"{what}: {name!r} is also kept in the record of every episode; declare it when the buffer is created, and "

@@ -1,4 +1,7 @@
-"""What stands at a URL and how fast the store gives it, measured with a few requests; what reading it will cost."""
+"""The contents of a URL, the speed of its store, measured with a few requests, and estimates of reading times.
+
+`memmap-buffer doctor` prints what `measure_store` returns.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +21,27 @@ from memmap_buffer.remote.objects import IN_FLIGHT, NO_RANGES, Objects, Range
 from memmap_buffer.remote.published import Published
 from memmap_buffer.remote.shards import CACHE
 
-LOOKS = 5  # small requests, one after another
-SMALL = 2 * IN_FLIGHT  # small requests together
-FIRST_BYTES = 8 << 20  # that are fetched to measure the bandwidth; twice as many until it took long enough
+LOOKS = 5  # small requests, one after another, that measure the round trip
+SMALL = 2 * IN_FLIGHT  # small requests, many at a time, that measure the request rate
+FIRST_BYTES = 8 << 20  # bytes that are fetched to measure the bandwidth; doubled until it takes long enough
 
 
 @dataclass(frozen=True)
 class Store:
-    """A root, or a shard, at a URL.
+    """A root, or a shard, at a URL: its size, and the measured speed of its store.
 
     Attributes:
-        shards: how many. episodes, steps: of all. num_bytes: likewise.
-        ranges: whether the store sends parts of objects, without which nothing can be read; else the rest is 0.
+        shards: the number of shards.
+        episodes, steps, num_bytes: those of all shards together.
+        ranges: whether the store sends ranges of objects. If not, nothing can be read, and the figures below are 0.
         round_trip: seconds of a small request.
-        requests: small ones a second, many at a time.
-        bandwidth: bytes a second, of many requests at a time.
-        files: bytes of the data files of each kind, of all shards: those of the largest, as many times as it has steps.
-        at_once: requests that readers make at a time.
-        block_bytes: of the blocks that they fetch.
-        cache_place: the folder in which they keep these, where they are told no other.
-        read_ahead: bytes that they read ahead; a smaller cache mixes less with `shuffle="block"`.
+        requests: small requests a second, many at a time.
+        bandwidth: bytes a second, many requests at a time.
+        files: data file -> its bytes, all shards together: estimated from the largest shard by the number of timesteps.
+        at_once: the number of requests that readers make at a time.
+        block_bytes: the bytes of the blocks that readers fetch.
+        cache_place: the default folder of the cache.
+        read_ahead: the bytes that readers read ahead; with a smaller cache `shuffle="block"` mixes less.
     """
 
     at_once: ClassVar[int] = IN_FLIGHT
@@ -56,43 +60,43 @@ class Store:
     files: Mapping[str, float] | None = None
 
     def seconds(self, trips: int, num_bytes: float, requests: float) -> float:
-        """Seconds in which so much is fetched, of which some has to be known before the rest is asked for.
+        """The seconds that a fetch takes, if some requests must be answered before the others are made.
 
         Args:
-            trips: how many requests wait for the one before.
-            num_bytes: of all requests together.
-            requests: how many others there are.
+            trips: the number of requests that are made one after another.
+            num_bytes: the bytes of all requests together.
+            requests: the number of the other requests, made many at a time.
         """
         return trips * self.round_trip + max(num_bytes / self.bandwidth, requests / self.requests)
 
     @property
     def data_bytes(self) -> float:
-        """Bytes of all data files."""
+        """The bytes of all data files."""
         return sum((self.files or {}).values())
 
     def epoch(self) -> float:
-        """Seconds of an epoch of `shuffle="block"`, nothing being in the cache: digests, then blocks by the piece."""
+        """The seconds of an epoch of `shuffle="block"` with an empty cache: digests, then pieces of `PIECE` blocks."""
         return self.seconds(2, self.data_bytes, self.data_bytes / (PIECE * BLOCK))
 
     def first_batch(self) -> float:
-        """Seconds until its first batch."""
+        """The seconds until the first batch of such an epoch."""
         size = min(WINDOW_BYTES, self.data_bytes)
         return self.seconds(2, size, size / (PIECE * BLOCK))
 
     def blocks_of(self, items: int) -> float:
-        """The number of blocks that hold random timesteps, of each file those that are expected to differ.
+        """The expected number of different blocks, over all files, that hold random timesteps.
 
         Args:
-            items: how many timesteps.
+            items: the number of timesteps.
         """
         blocks = [max(1.0, size / BLOCK) for size in (self.files or {}).values()]
         return sum(count * (1 - (1 - 1 / count) ** items) for count in blocks)
 
     def sample(self, items: int) -> float:
-        """Seconds of a batch of random timesteps, none of which is in the cache.
+        """The seconds of a batch of random timesteps, none of which is in the cache.
 
         Args:
-            items: how many timesteps.
+            items: the number of timesteps.
         """
         blocks = self.blocks_of(items)
         return self.seconds(2, blocks * BLOCK, blocks)
@@ -102,12 +106,12 @@ def measure_store(url: str, seconds: float, *, storage_options: Mapping[str, Any
     """Measure how fast what was published at a URL can be read.
 
     Args:
-        url: of a root, or of a shard.
+        url: the URL of a root, or of a shard.
         seconds: how long the bandwidth is measured, about.
-        storage_options: for the file system of fsspec.
+        storage_options: options for the file system of fsspec.
 
     Returns:
-        The figures of the store; without `ranges` only how much stands there.
+        The sizes and the speed; without `ranges` the sizes only.
 
     Raises:
         NotABufferError: nothing was published there.
@@ -117,7 +121,7 @@ def measure_store(url: str, seconds: float, *, storage_options: Mapping[str, Any
     objects = Objects(url_of(url), storage_options)
     shards = shards_of(objects)
     steps = sum(shard.steps for shard in shards.values())
-    what = Store(
+    store = Store(
         len(shards),
         sum(shard.episodes for shard in shards.values()),
         steps,
@@ -131,17 +135,17 @@ def measure_store(url: str, seconds: float, *, storage_options: Mapping[str, Any
     except RemoteError as error:
         if error.named.get("came") != NO_RANGES:
             raise
-        return what
+        return store
     file, size = max(sizes.items(), key=lambda item: item[1])
     path = largest.prefix + file
-    times = steps / max(1, shard.steps)
+    scale = steps / max(1, shard.steps)
     return replace(
-        what,
+        store,
         ranges=True,
         round_trip=statistics.median(_took(objects, [(path, 0, 1)]) for _ in range(LOOKS)),
         requests=SMALL / _took(objects, [(path, i % size, i % size + 1) for i in range(SMALL)]),
         bandwidth=_bandwidth(objects, path, size, seconds),
-        files={file: its * times for file, its in sizes.items()},
+        files={file: num_bytes * scale for file, num_bytes in sizes.items()},
     )
 
 
@@ -152,11 +156,11 @@ def _took(objects: Objects, ranges: Sequence[Range]) -> float:
 
 
 def _bandwidth(objects: Objects, path: str, size: int, seconds: float) -> float:
-    """Of a file from its beginning, in requests as large as those that are made for blocks."""
+    """Bytes a second of a file, read from its beginning in requests as large as readers make."""
     wanted = FIRST_BYTES
     while True:
         stop, step = min(wanted, size), PIECE * BLOCK
-        took = _took(objects, [(path, at, min(at + step, stop)) for at in range(0, stop, step)])
+        took = _took(objects, [(path, begin, min(begin + step, stop)) for begin in range(0, stop, step)])
         if took > seconds / 2 or stop == size:
             return stop / took
         wanted *= 2
