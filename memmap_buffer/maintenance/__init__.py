@@ -1,1 +1,1 @@
-"""Whole folders: verify, repair, pack, publish, pull, snapshot, change the schema, statistics."""
+"""Work on whole folders: verify, repair, pack, publish, pull, snapshot, change the schema, statistics."""

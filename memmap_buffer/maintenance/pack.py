@@ -1,7 +1,8 @@
-"""`pack`: a dense, read-only copy of a buffer; `unpack`: the way back into a grid. Writes nothing to the source.
+"""`pack`: a dense, read-only copy of a buffer; `unpack`: a copy that can be written to. Writes nothing to the source.
 
-Both copy the rows of chosen episodes to another place in files of another shape, and compare every checksum on the way.
-A writer may go on meanwhile: like every reader they read the generations again, once the rows are copied.
+Both call `_transfer`, which copies the rows of chosen episodes to a folder of another layout (a `_Plan` says where to),
+and compares every checksum on the way. A writer may go on meanwhile: as in every reader, the generations of the records
+are compared after the rows were copied.
 """
 
 from __future__ import annotations
@@ -53,22 +54,22 @@ def pack(
 ) -> list[int]:
     """Copy a buffer into a new folder that is read-only, dense and without holes: made to be kept and published.
 
-    It has the episodes that were visible when the call began, each as it was at one moment of it, with their serials,
-    and is read like any other. The same episodes give the same bytes. What fails its checksums is left out with a
-    warning, and so are the oldest of a ring that turns faster than they are copied. Of `priority/` nothing is kept,
-    which is by slot. The `id` is that of the source; where `episodes` leaves some out, one that follows
-    from it and these.
+    The copy has the episodes that were visible when the call began, each as it was at one moment of the call, with
+    their serials, and is read like any other folder. The same episodes give the same bytes. Episodes that fail their
+    checksums are left out with a warning, and so are the oldest of a ring that turns faster than they are copied.
+    Priorities are not copied, as they are stored by slot. The `id` is that of the source; where `episodes` leaves some
+    out, it is computed from that and from the episodes.
 
     Blobs of compressed fields are copied as they are, unless `codec` names the field: then its timesteps are decoded
-    and encoded anew. What a lossy codec lost stays lost, and each other lossy one loses more; one that the field has
-    already is not applied again. For Zstandard a dictionary is trained by a sample of all timesteps, and kept if it
-    saves more than it takes.
+    and encoded anew. What a lossy codec lost stays lost, and another lossy one loses more; one that the field has
+    already is not applied again. For Zstandard, a dictionary is trained with a sample of all timesteps, and kept if it
+    saves more bytes than it takes.
 
     Args:
         src: a folder of any layout; its writer may go on meanwhile.
-        dst: where; no buffer may be there.
-        codec: field -> its codec in the copy, as in `Field`; None for raw. "zstd" is of level 12 here, as what is
-            packed is written once. Fields that are not named keep theirs.
+        dst: the new folder; no buffer may be there.
+        codec: field -> its codec in the copy, as in `Field`; None for raw. "zstd" has level 12 here, as a packed folder
+            is written once. Fields that are not named keep theirs.
         episodes: positions: an int, list, array or slice; None for all, those that a ring has trimmed included.
 
     Returns:
@@ -106,14 +107,14 @@ def unpack(
     capacity: int | None = None,
     spare_slots: int = 1,
 ) -> list[int]:
-    """Copy a buffer, packed or not, into a new folder that can be written to and counts its episodes on.
+    """Copy a buffer, packed or not, into a new folder that can be written to; serials go on from the highest.
 
     Args:
         src: as for `pack`.
         dst: as for `pack`.
         max_episodes: as for `ReplayBuffer`; None for that of the source.
         max_timesteps: as for `ReplayBuffer`; None for that of the source.
-        codec: as for `pack`, but for "zstd", which is of level 3, as for `Field`: what is recorded then has it, too.
+        codec: as for `pack`, but "zstd" has level 3, as for `Field`: episodes recorded later are compressed by it, too.
         episodes: as for `pack`.
         circular: as for `ReplayBuffer`.
         capacity: as for `ReplayBuffer`.
@@ -232,12 +233,12 @@ def _plan(source: Storage, serials: IntArray, recoding: Recoding, shape: Shape) 
 
 
 def _copy(source: Storage, plan: _Plan, there: dict[str, int]) -> None:
-    """Copy what was planned, the oldest first, as a ring overwrites them; then again what was updated meanwhile.
+    """Copy the planned episodes, the oldest first, as a ring overwrites them first; again, if they were updated.
 
     Raises: _Left: an episode was overwritten before it was copied, or is damaged.
     """
     damaged = source.num_damaged
-    copied = np.zeros(len(plan.slots), np.uint64)  # the generation that each was copied under, 0 where it was not
+    copied = np.zeros(len(plan.slots), np.uint64)  # the generation of each when it was copied, 0 where it was not
     pending = np.arange(len(copied))
     for attempt in range(ROUNDS):
         for i in progress(pending.tolist(), "encoding" if plan.recoding.anew else "copying"):
@@ -253,14 +254,14 @@ def _copy(source: Storage, plan: _Plan, there: dict[str, int]) -> None:
 
 
 def _copy_episode(source: Storage, plan: _Plan, i: int, there: dict[str, int]) -> int:
-    """Copy one episode; the generation under which it was copied, 0 if it is damaged or was rewritten meanwhile."""
+    """Copy episode `i` of a plan; returns its generation, or 0 if it is damaged or was rewritten meanwhile."""
     slot = int(plan.slots[i])
     word = source.maps.words[slot].copy()
     record, generation = word.view(RECORD)[0], int(word[GENERATION])
     if generation & 1 or record["serial"] != plan.serials[i] or word[CHECK] != check_of(word[None])[0]:
         return 0
     length, planned, now = int(plan.length[i]), int(plan.flags[i]), int(record["flags"])
-    flags = (planned | CUT) & ~OPEN if planned & OPEN else now & ~DELETED  # an open one ends where it was
+    flags = (planned | CUT) & ~OPEN if planned & OPEN else now & ~DELETED  # an open episode ends at the planned length
     try:
         before, after = _copy_arrays(source, plan, i, bool(flags & FINAL), there)
     except DamagedError as error:
@@ -285,13 +286,13 @@ def _copy_episode(source: Storage, plan: _Plan, i: int, there: dict[str, int]) -
 def _copy_arrays(
     source: Storage, plan: _Plan, i: int, has_final: bool, there: dict[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Copy an episode's rows and meta; the checksum of each by its name, in the source and in the copy."""
+    """Copy an episode's rows and meta fields; returns the checksums by field, in the source and in the copy."""
     slot, length, before, after = plan.slots[i], int(plan.length[i]), {}, {}
     for name, field in plan.layout.schema.fields.items():
         first, row = int(source.first_row(slot[None], field.final)[0]), int(plan.first[i]) + i * field.final
         rows = range(first, first + length + (field.final and has_final))
         before[name], after[name] = copy_rows(source, name, rows, plan.recoding, plan.layout, i, row, there)
-        if field.final and not has_final:  # the row is there all the same, and no hole
+        if field.final and not has_final:  # the row exists all the same; zeros, not a hole
             empty = bytes(field.in_file.itemsize)
             write_all(there[name], empty, plan.layout.row_offset(name, row + length))
     for name in plan.layout.schema.meta_fields:
@@ -307,7 +308,7 @@ def _write_record(
     layout, record = plan.layout, word.view(RECORD)[0]
     row = checksum_row(layout, checksums)
     write_all(there["/checksums"], row, layout.arrays["/checksums"].offset(i))
-    was_open = bool(record["flags"] & OPEN)  # then its round is that of its first step
+    was_open = bool(record["flags"] & OPEN)  # the `round` of an open record is that of its first step
     values = {name: int(record[name]) for name in RECORD.names or ()} | {
         "generation": 2,
         "length": int(plan.length[i]),

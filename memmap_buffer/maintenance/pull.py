@@ -1,6 +1,7 @@
-"""`pull`: a published folder, or a root of them, as packed folders on this machine. Each byte is checked by a digest.
+"""`pull`: copies of published folders, as packed folders on this machine. Each byte is checked by a digest.
 
-Whoever is interrupted calls it again: what is there by then is checked, and the rest is fetched.
+After an interruption the same call goes on: blocks that are there are checked, and the others are fetched. Read
+`pull` first, the public function; `remote.published` knows what is at a URL.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from memmap_buffer.remote.objects import Objects
 from memmap_buffer.remote.published import Published, nothing_at, read_root, read_shard, require_digests
 from memmap_buffer.remote.shards import CACHE
 
-BATCH = 16 * PIECE  # blocks that are asked for at a time
+BATCH = 16 * PIECE  # blocks that are requested at a time
 
 
 def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, Shard]:
-    """The shards that stand at a URL, from `root.json` or `shard.json` alone.
+    """The shards at a URL, from `root.json` or `shard.json` alone.
 
     Args:
-        url: of a root, or of a shard.
-        storage_options: for the file system of fsspec.
+        url: the URL of a root, or of a shard.
+        storage_options: options for the file system of fsspec.
 
     Returns:
-        Name -> what is known of a shard; "" for the one whose own URL it is.
+        Name -> the description of a shard; the name is "" if the URL is of the shard itself.
 
     Raises:
         NotABufferError: nothing was published there; or a folder was published to `folder`, or shards stand in it.
@@ -46,14 +47,14 @@ def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> 
 
 
 def fetched_of(shards: Iterable[Shard], cache: str | PathLike[str] | None = None) -> tuple[int, int]:
-    """The bytes that were fetched of shards to be read, by all who share a cache.
+    """The bytes of shards that were fetched into a cache, by all processes that share it.
 
     Args:
-        shards: as `shards_at` gives them.
-        cache: as for reading.
+        shards: values of `shards_at`.
+        cache: the folder of the cache; default: the one that readers use by default.
 
     Returns:
-        All of them, and those without repetitions.
+        (all fetched bytes, the same without those that were fetched again).
     """
     if not (place := path_of(CACHE if cache is None else cache)).is_dir():
         return 0, 0
@@ -64,9 +65,9 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
     """Copy a published folder, or all of a root, to this machine, checked by digests.
 
     Args:
-        url: of one folder, or of a root: then each of its folders becomes one in `folder`.
-        folder: where. After an interruption the same call goes on. A folder that is whole already is left as it is.
-        storage_options: for the file system of fsspec.
+        url: the URL of one folder, or of a root: then each of its folders becomes one in `folder`.
+        folder: the new folder. After an interruption the same call goes on. A folder that is complete is not changed.
+        storage_options: options for the file system of fsspec.
 
     Raises:
         NotABufferError: nothing was published there.
@@ -117,7 +118,7 @@ def _pull(published: Published, path: Path) -> None:
             pass
         target.sync_folders("data")
         for file, data in files.items():
-            target.unlink(file, missing_ok=True)  # of a call before that was interrupted
+            target.unlink(file, missing_ok=True)  # of an interrupted call
             target.write_new(file, data, sync=True)
         target.rename("schema.json.new", "schema.json")
 
@@ -134,9 +135,9 @@ def _is_there(target: Folder, schema: bytes) -> bool:
 
 
 def _claim(target: Folder, layout: Layout, schema: bytes, files: Collection[str]) -> None:
-    """Have `schema.json.new` say whose the files here are: those of a call before, or that are made from now on.
+    """Write `schema.json.new`, which tells whose the files in the folder are, unless an interrupted call wrote it.
 
-    Raises: CorruptBufferError: a file of another is in the way.
+    Raises: CorruptBufferError: a file that does not belong to it is in the way.
     """
     if target.exists("schema.json.new"):
         if target.read("schema.json.new", MAX_SCHEMA_BYTES) == schema:
@@ -149,16 +150,16 @@ def _claim(target: Folder, layout: Layout, schema: bytes, files: Collection[str]
 
 
 def _pull_blocks(published: Published, target: Folder) -> Iterator[None]:
-    """Have the blocks of all data files on the disk; one item for each."""
-    require_digests([published])  # not by a check, which has room in the line that they would wait for
+    """Fetch the blocks of all data files that are not on the disk yet; yields once for each block, for the progress."""
+    require_digests([published])  # before: in a check they would wait for room that the checked block takes
     arrays = {array.name: array for array in published.layout.arrays.values()}
     for name, first in published.files.first.items():
         array, stop = arrays[name], first + num_blocks(arrays[name].size)
-        fresh = _make(target, array)
+        is_new = _make(target, array)
         with target.writing(name, array.header, array.size) as fd:
             for begin in range(first, stop, BATCH):
                 blocks = range(begin, min(begin + BATCH, stop))
-                missing = [block for block in blocks if fresh or not _is_whole(published, fd, block)]
+                missing = [block for block in blocks if is_new or not _is_whole(published, fd, block)]
                 _fetch(published, missing, fd)
                 yield from (None for _ in blocks)
 
@@ -171,12 +172,12 @@ def _fetch(published: Published, blocks: Sequence[int], fd: int) -> None:
 
 
 def _make(target: Folder, array: ArrayFile) -> bool:
-    """Whether a file had to be made, else it is one that was begun before."""
+    """Create a file, unless an interrupted call began it; returns whether it was created."""
     if target.exists(array.name):
         try:
             with target.writing(array.name, array.header, array.size):
                 return False
-        except CorruptBufferError:  # of another version, or not even its header was written
+        except CorruptBufferError:  # its size or header is wrong: of another version, or not yet written
             target.unlink(array.name)
     target.create_array(array.name, array.header, array.size)
     return True
