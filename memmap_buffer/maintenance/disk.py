@@ -125,13 +125,14 @@ def bytes_to_copy(source: AnyPath) -> int:
         source: the path of a buffer.
 
     Returns:
-        The bytes of the visible timesteps and of the meta fields.
+        The bytes of the visible episodes, timesteps that a ring has trimmed included, and of their meta fields.
 
     Raises:
         NotABufferError: there is no buffer.
     """
     storage = Storage.open(path_of(source), read_only=True, verify="never")
-    schema, steps, episodes = storage.layout.schema, storage.table.steps, len(storage.table.visible)
+    schema, table, episodes = storage.layout.schema, storage.table, len(storage.table.visible)
+    steps = int(table.length[table.visible].sum())
     raw = [field for field in schema.fields.values() if not field.is_coded]
     rows = sum(field.itemsize * (steps + field.final * episodes) for field in raw)
     blobs = sum(_compression(storage, name).stored for name in storage.layout.coded)
@@ -139,7 +140,7 @@ def bytes_to_copy(source: AnyPath) -> int:
 
 
 class Compression(NamedTuple):
-    """The bytes of a field's visible timesteps, compressed and not; unused parts of disk blocks are not counted.
+    """The bytes of a field's timesteps in visible episodes, compressed and not, without unused parts of disk blocks.
 
     Attributes:
         codec: the codec, as JSON in the schema; None for lists.

@@ -60,6 +60,15 @@ def test_the_bytes_of_a_copy_are_those_that_it_takes(folder: Path, tmp_path: Pat
     assert expected <= sum(files) <= expected + 4096 * len(files)
 
 
+def test_the_bytes_of_a_copy_count_steps_that_a_ring_has_trimmed_as_they_are_copied_too(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "ring", 4, 100, {"x": "float64"}, capacity=100) as buffer:
+        for length in (60, 60):
+            buffer.store_episode(x=np.zeros(length))
+        assert len(buffer.dataset(timestep_level=True)) == 100
+    pack(tmp_path / "ring", tmp_path / "packed")
+    assert bytes_to_copy(tmp_path / "ring") == bytes_to_copy(tmp_path / "packed") == 8 * 120
+
+
 def test_the_disk_of_a_folder_has_room_and_is_no_network_s(folder: Path) -> None:
     disk = disk_of(str(folder))
     assert disk.network == ""
