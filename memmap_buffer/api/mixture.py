@@ -125,9 +125,8 @@ def mixture_loader(
     for name, source in sources.items():
         reader = BatchReader(source.buffer._folders, {**source.options, "format": "numpy"})
         weights = source.buffer._weights
-        members[name] = OrderedSampler(
-            reader, batch_size=1, drop_last=False, seed=seed, shuffle=shuffle, weights=weights
-        )
+        order: dict[str, Any] = {"shuffle": shuffle, "weights": weights, "ranks": ranks}
+        members[name] = OrderedSampler(reader, batch_size=1, drop_last=False, seed=seed, **order)
     readers = {name: member.reader for name, member in members.items()}
     shared = [source.weight for source in sources.values()]
     sizes: dict[str, Any] = {"batch_size": int(batch_size), "drop_last": drop_last, "seed": seed}

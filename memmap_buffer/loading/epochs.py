@@ -367,9 +367,8 @@ class OrderedSampler(EpochSampler[Epoch]):
         return epoch.shuffle
 
     def _of_rank_0(self, epoch: Epoch, state: dict[str, Any], asked: Sequence[Shuffle | None]) -> Epoch:
-        if asked[0] is not None:  # a new epoch: the smallest cache of all ranks must hold its windows
-            windows = [shuffle for shuffle in asked if shuffle is not None]
-            state |= min(windows, key=lambda shuffle: shuffle.window).state()
+        if asked[0] is not None:
+            state |= smallest_windows(asked)
         if state != epoch.state():
             epoch = self._rebuilt(EpochState.of(state), self._on_stale)
         self.seed = epoch.seed
@@ -534,6 +533,12 @@ def whole_number(value: Any, least: int = 0) -> int:
     if type(value) is not int or value < least:
         raise ValueError(f"{value!r} is no whole number from {least}")
     return value
+
+
+def smallest_windows(asked: Sequence[Shuffle | None]) -> dict[str, Any]:
+    """The state of the shuffle that the cache of every rank holds; None for a rank that did not begin the epoch."""
+    shuffles = [shuffle for shuffle in asked if shuffle is not None]
+    return min(shuffles, key=lambda shuffle: shuffle.window).state()
 
 
 def _default_window(reader: BatchReader, index: Index) -> int:

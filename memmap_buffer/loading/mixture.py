@@ -17,11 +17,11 @@ from memmap_buffer.dtypes import Array, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.items.epoch import Epoch, FolderState, Handing, folder_states, require_same
-from memmap_buffer.items.shuffle import Permutation, Quota
+from memmap_buffer.items.shuffle import Permutation, Quota, Shuffle
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.batches import Batch, finished, form_of, rng_of
 from memmap_buffer.loading.distributed import anchors_of
-from memmap_buffer.loading.epochs import CHUNK, EpochSampler, EpochState, OrderedSampler, whole_number
+from memmap_buffer.loading.epochs import CHUNK, EpochSampler, EpochState, OrderedSampler, smallest_windows, whole_number
 from memmap_buffer.schema import flatten, nest
 from memmap_buffer.views.anchors import Anchors, MixedAnchors
 
@@ -202,7 +202,12 @@ class MixtureSampler(EpochSampler[MixtureEpoch]):
         parts = {name: member._rebuilt(state.parts[name], on_stale) for name, member in self.members.items()}
         return MixtureEpoch(state.seed, state.number, parts, state.items, state.delivered)
 
+    def _asked(self, epoch: MixtureEpoch) -> dict[str, Shuffle]:
+        return {name: part.shuffle for name, part in epoch.parts.items()}
+
     def _of_rank_0(self, epoch: MixtureEpoch, state: dict[str, Any], asked: Sequence[Any]) -> MixtureEpoch:
+        for name in self.members if asked[0] is not None else ():
+            state["sources"][name] |= smallest_windows([shuffles and shuffles[name] for shuffles in asked])
         if state != self._state_of(epoch):
             epoch = self._rebuilt(MixtureState.of(state), "raise")
         self.seed = epoch.seed

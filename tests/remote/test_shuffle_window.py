@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from range_server import RangeServer
 
-from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, Window, publish
+from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, Source, Window, mixture_loader, publish
 from memmap_buffer.cli import app
 from memmap_buffer.format.source import BLOCK, WINDOWS
 from memmap_buffer.items.shuffle import BLOCKS, Shuffle
@@ -163,11 +163,18 @@ def test_ranks_that_are_given_are_refused_where_their_caches_would_choose_their_
     ranks: dict[str, Any] = {**OPTIONS, "world_size": 2}
     with pytest.raises(SchemaError, match=r"cache_bytes: got 6,291,456, expected at least [0-9,]+.*initialise torch"):
         opened(far, tmp_path).dataloader(16, **ranks, rank=0)
+    with pytest.raises(SchemaError, match=r"cache_bytes: got 6,291,456, expected at least [0-9,]+.*initialise torch"):
+        mixed(opened(far, tmp_path), rank=0, world_size=2)
     each = [
         numbers(opened(far, tmp_path / str(rank), blocks).dataloader(16, **ranks, rank=rank, tail="uneven"))
         for rank, blocks in enumerate((80, 120))
     ]
     assert sorted(each[0] + each[1]) == list(range(SHARDS * EPISODES * STEPS))
+
+
+def mixed(data: ConcatBuffer, **options: Any) -> Any:
+    sources = {"far": Source(data, timestep_level=True)}
+    return mixture_loader(sources, batch_size=16, seed=OPTIONS["seed"], shuffle="block", length="longest", **options)
 
 
 def rank_main(rank: int, far: Path, place: Path, results: Any) -> None:
@@ -177,7 +184,11 @@ def rank_main(rank: int, far: Path, place: Path, results: Any) -> None:
     loader = data.dataloader(16, **OPTIONS, tail="uneven")
     given = numbers(loader)
     iter(loader)
-    results.put((given, loader.state_dict()["window"]))
+    window = loader.state_dict()["window"]
+    mixture = mixed(data, tail="uneven")
+    given_mixed = numbers(mixture)
+    iter(mixture)
+    results.put((given, given_mixed, window, mixture.state_dict()["sources"]["far"]["window"]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -189,15 +200,16 @@ def test_ranks_with_caches_of_their_own_agree_on_the_windows_of_the_smallest(far
     for process in processes:
         process.start()
     try:
-        (one, window), (other, same) = (results.get(timeout=120) for _ in processes)
+        parts = [results.get(timeout=120) for _ in processes]
     finally:
         for process in processes:
             process.join(20)
             process.kill()
-    assert sorted(one + other) == list(range(SHARDS * EPISODES * STEPS))
+    for one, other in list(zip(*parts, strict=True))[:2]:
+        assert sorted(one + other) == list(range(SHARDS * EPISODES * STEPS))
     alone = opened(far, tmp_path / "alone").dataloader(16, **OPTIONS)
     iter(alone)
-    assert window == same == alone.state_dict()["window"]
+    assert {window for *_, first, second in parts for window in (first, second)} == {alone.state_dict()["window"]}
 
 
 def test_a_cache_that_is_too_small_is_refused_and_what_is_named_is_enough(tmp_path: Path) -> None:
