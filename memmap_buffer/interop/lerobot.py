@@ -390,21 +390,29 @@ def exported(
 
 
 class Tasks:
-    """The texts of tasks by their numbers: as in the imported data set if the buffer has its `task_index`, else new."""
+    """The texts of tasks by their numbers: as in the imported data set if the buffer has its `task_index`, else new.
+
+    Attributes:
+        by_frame: whether the frames of an episode have numbers of their own, as in the imported data set.
+        texts: the texts.
+    """
 
     def __init__(self, buffer: ReplayBuffer, imported: Mapping[str, Any]) -> None:
-        self._imported = bool(imported.get("tasks")) and "task_index" in buffer.fieldnames
-        self.texts: list[str] = list(imported["tasks"]) if self._imported else []
+        self.by_frame = bool(imported.get("tasks")) and "task_index" in buffer.fieldnames
+        self.texts: list[str] = list(imported["tasks"]) if self.by_frame else []
         self._numbers: dict[str, int] = {}
+
+    def number_of(self, text: str) -> int:
+        """The number of an episode's task, a new one for a text that has none."""
+        if text not in self._numbers:
+            self._numbers[text] = len(self.texts)
+            self.texts.append(text)
+        return self._numbers[text]
 
     def numbers(self, episode: Mapping[str, Any], length: int) -> Any:
         """(length,) int64, the number of each frame's task."""
-        if not self._imported:
-            text = str(episode.get("task", ""))
-            if text not in self._numbers:
-                self._numbers[text] = len(self.texts)
-                self.texts.append(text)
-            return np.full(length, self._numbers[text])
+        if not self.by_frame:
+            return np.full(length, self.number_of(str(episode.get("task", ""))))
         numbers = episode["task_index"][:length].astype(np.int64)
         if numbers.min() < 0 or numbers.max() >= len(self.texts):
             raise SchemaError(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer import Field, NotEnoughDataError, Offsets, ReplayBuffer, SchemaError
-from memmap_buffer.adapters import AnyPath, Array, flatten
+from memmap_buffer.adapters import AnyPath, Array, extra, flatten
 from memmap_buffer.interop.episodes import opened, read_extra, read_names, require_kinds, with_excluded
 from memmap_buffer.interop.lerobot import (
     COUNTERS,
@@ -160,6 +160,7 @@ class DiskLeRobotMetadata:
         episodes: a table: rows by number, columns by name.
         bounds: (episodes, 2) int64, the first frame of each episode and the frame after its last.
         texts: the texts of the tasks.
+        task_of: (episodes,) int64, the number of each episode's task; None: frames have numbers of their own.
 
     Raises:
         NotEnoughDataError: there are no episodes.
@@ -178,7 +179,11 @@ class DiskLeRobotMetadata:
         self.bounds = np.stack([ends - lengths, ends], axis=1)
         names, imported_features = read_names(disk), imported.get("features") or {}
         self.stored = {feature_name(field, names): field for field in disk.fieldnames if field != "valid"}
-        self._tasks_of(imported)
+        self._tasks = Tasks(disk, imported)
+        self.texts, self.task_of = self._tasks.texts, None
+        if not self._tasks.by_frame:
+            texts = disk.episodes(fields=())["task"] if "task" in disk.meta_fieldnames else [""] * len(lengths)
+            self.task_of = np.array([self._tasks.number_of(str(text)) for text in texts])
         self._imported, self._stats = imported, _read_stats(imported, len(lengths), int(ends[-1]))
         totals = {"total_episodes": len(lengths), "total_frames": int(ends[-1]), "total_tasks": len(self.texts)}
         self.info = info_of(totals, rate, imported, self._features(imported_features))
@@ -189,18 +194,6 @@ class DiskLeRobotMetadata:
             "dataset_to_index": self.bounds[:, 1],
         }
         self.episodes = _Table({name: column.tolist() for name, column in columns.items()})
-
-    def _tasks_of(self, imported: Mapping[str, Any]) -> None:
-        """Find the tasks: by frame if the buffer has an imported `task_index`, else by episode, of the field `task`."""
-        self.by_frame = bool(imported.get("tasks")) and "task_index" in self._disk.fieldnames
-        self.texts: list[str] = list(imported["tasks"]) if self.by_frame else [""]
-        self.task_of = np.zeros(len(self.serials), np.int64)
-        if not self.by_frame and "task" in self._disk.meta_fieldnames:
-            first = self._disk.fieldnames[0]
-            texts = self._disk.dataset(timestep_level=True, fields=[first]).at(self.bounds[:, 0]).data["task"]
-            self.texts = list(dict.fromkeys(map(str, texts)))
-            numbers = {text: i for i, text in enumerate(self.texts)}
-            self.task_of = np.array([numbers[str(text)] for text in texts])
 
     def _features(self, imported_features: Mapping[str, Any]) -> dict[str, Any]:
         """Feature -> the entry that an export would write into `meta/info.json`."""
@@ -233,8 +226,8 @@ class DiskLeRobotMetadata:
     def compute_stats(self) -> dict[str, dict[str, Array]]:
         """Compute `stats` anew, as after values were changed; this reads every frame once."""
         statistics = FeatureStatistics(self.total_frames)
-        tasks = Tasks(self._disk, self._imported)
-        for _, columns in exported(self._disk, self._imported.get("features") or {}, float(self.fps), tasks):
+        features = self._imported.get("features") or {}
+        for _, columns in exported(self._disk, features, float(self.fps), self._tasks):
             statistics.add(columns)
         self._stats = _arrays(statistics.whole())
         return self._stats
@@ -242,8 +235,6 @@ class DiskLeRobotMetadata:
     @property
     def tasks(self) -> Any:
         """A pandas table of the tasks: their texts are its index, `task_index` its column."""
-        from memmap_buffer.adapters import extra
-
         with extra("pandas"):
             import pandas
 
@@ -284,7 +275,7 @@ class _AsFrames:
         self, meta: DiskLeRobotMetadata, fields: Mapping[str, Field], deltas: Mapping[str, Sequence[int]]
     ) -> None:
         self._serials, self._starts = meta.serials, meta.bounds[:, 0]
-        self._by_frame, self._texts, self._task_of, self._fps = meta.by_frame, meta.texts, meta.task_of, meta.fps
+        self._texts, self._task_of, self._fps = meta.texts, meta.task_of, meta.fps
         self._deltas = dict(deltas)
         over_time = {name for name, at in deltas.items() if len(at) > 1 or name not in meta.video_keys}
         self._features = {
@@ -305,7 +296,7 @@ class _AsFrames:
         out |= {name: indices.new_tensor(x) for name, x in zip(COUNTERS, counters, strict=True)}
         if "timestamp" not in out:
             out["timestamp"] = out["frame_index"].float() / self._fps
-        if not self._by_frame:
+        if self._task_of is not None:
             out["task_index"] = indices.new_tensor(self._task_of[episode])
         now = out["task_index"].reshape(len(indices), -1)[:, -1].tolist()
         out["task"] = [self._texts[number] for number in now]

@@ -133,6 +133,15 @@ def test_wanted_episodes_alone_are_given_in_their_order(folder: Path) -> None:
     assert "selected samples: '14'" in repr(dataset)
 
 
+def test_steps_that_are_not_valid_keep_the_tasks_of_their_episodes(folder: Path) -> None:
+    with ReplayBuffer.from_folder(folder) as buffer:
+        serial = int(buffer.serials[0])
+        buffer.set_valid([[serial, 1], [serial, 2]])
+    dataset = DiskLeRobotDataset("x", folder, fps=FPS)
+    tasks = [task for task, length in zip(TASKS, LENGTHS, strict=True) for _ in range(length)]
+    assert [item["task"] for item in dataset.__getitems__(range(len(tasks)))] == tasks
+
+
 def test_metadata_is_that_of_an_export(folder: Path, tmp_path: Path) -> None:
     meta = DiskLeRobotDataset("some/name", folder, fps=FPS).meta
     with ReplayBuffer.from_folder(folder) as buffer:
