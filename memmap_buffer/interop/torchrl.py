@@ -57,7 +57,7 @@ def to_tensordict(
     """
     with extra("torchrl"):
         from tensordict import TensorDict
-    batch = source if isinstance(source, Mapping) else _all_steps(source)
+    batch = source if isinstance(source, Mapping) else source.batch(timestep_level=True, return_indices=True)
     tensors = {name: value for name, value in flatten(batch).items() if hasattr(value, "ndim")}
     if not tensors:
         raise SchemaError("to_tensordict: got a batch without tensors, expected one of `dataloader` or `sample`")
@@ -127,14 +127,6 @@ def import_torchrl(path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "err
     episodes = (episode(start, stop) for start, stop in bounds)
     lengths = [stop - start for start, stop in bounds]
     return import_episodes(target, episodes, specs, lengths=lengths, source=path, names=names)
-
-
-def _all_steps(buffer: ReplayBuffer | ConcatBuffer) -> Mapping[str, Any]:
-    count = max(1, buffer.num_steps)
-    batch: Mapping[str, Any] = next(
-        iter(buffer.dataloader(count, timestep_level=True, return_indices=True, rank=0, world_size=1))
-    )
-    return batch
 
 
 def _of_next(schema: Schema | None, keys: Iterable[str]) -> dict[str, str | None]:
