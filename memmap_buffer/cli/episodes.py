@@ -75,16 +75,11 @@ def read_episode(buffer: ReplayBuffer, serial: int) -> dict[str, Any]:
         Problem: the episode is not visible any more.
     """
     for _ in range(TRIES):
-        position = int(np.searchsorted(buffer.serials, serial))
-        if _shows(buffer, position, serial):
-            data = buffer.episode(position)
-            if _shows(buffer, position, serial):  # serials only grow, so this position had this serial all the time
-                return buffer.schema.flatten(data)
-        elif serial not in buffer.serials:
+        positions = np.flatnonzero(buffer.serials == serial)
+        if not len(positions):
             break
+        data = buffer.episode(positions[0])
+        # Serials only grow, so an episode that is still at its position was there all the time.
+        if np.array_equal(np.flatnonzero(buffer.serials == serial), positions):
+            return buffer.schema.flatten(data)
     raise Problem(f"episode {serial}: it is not there any more; the ring went on")
-
-
-def _shows(buffer: ReplayBuffer, position: int, serial: int) -> bool:
-    serials = buffer.serials
-    return position < len(serials) and int(serials[position]) == serial
