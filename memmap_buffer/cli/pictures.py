@@ -231,29 +231,17 @@ def _log_episode(recording: Any, buffer: ReplayBuffer, data: dict[str, Any], ser
     recording.log("episode", rerun.TextDocument(facts))
     for name, values in data.items():
         array, entity = np.asarray(values), name.replace(".", "/")
+        times = rerun.TimeColumn("step", sequence=np.arange(begin, begin + len(array)))
         if is_image(buffer.schema.fields[name]):
-            _log_images(recording, entity, frames_of(array, name), begin)
+            for t, frame in enumerate(frames_of(array, name)):
+                recording.set_time("step", sequence=begin + t)
+                recording.log(entity, rerun.Image(frame))
         elif array.dtype.kind == "U":
             texts = [" ".join(row) for row in array.reshape(len(array), -1)]
-            _log_columns(recording, entity, begin, len(array), rerun.TextLog.columns(text=texts))
+            recording.send_columns(entity, indexes=[times], columns=rerun.TextLog.columns(text=texts))
         elif array.dtype.kind in "biuf" and np.prod(array.shape[1:]) <= SIGNALS:
             lines = array.reshape(len(array), -1).astype(np.float64)
-            _log_columns(recording, entity, begin, len(array), rerun.Scalars.columns(scalars=lines))
-
-
-def _log_images(recording: Any, entity: str, frames: Array, begin: int) -> None:
-    import rerun
-
-    for t, frame in enumerate(frames):
-        recording.set_time("step", sequence=begin + t)
-        recording.log(entity, rerun.Image(frame))
-
-
-def _log_columns(recording: Any, entity: str, begin: int, length: int, columns: Any) -> None:
-    import rerun
-
-    times = rerun.TimeColumn("step", sequence=np.arange(begin, begin + length))
-    recording.send_columns(entity, indexes=[times], columns=columns)
+            recording.send_columns(entity, indexes=[times], columns=rerun.Scalars.columns(scalars=lines))
 
 
 def _open_viewer(place: Path, web: bool, port: int) -> None:

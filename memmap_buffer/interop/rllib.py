@@ -87,8 +87,9 @@ def import_rllib(
     if missing := [key for wanted in (infos, outputs) if not isinstance(wanted, bool) for key in {*wanted} - keys]:
         raise SchemaError(f"{place}: not every step has {sorted(missing)}; there are {[*columns.fields]}")
     fields = {
-        name: Field(columns.fields[name].dtype, columns.fields[name].shape, final=_is_observation(name))
-        for name in kept
+        name: Field(field.dtype, field.shape, final=name.split(".")[0] == "observation")
+        for name, field in columns.fields.items()
+        if name in kept
     }
     return import_episodes(
         target,
@@ -100,10 +101,6 @@ def import_rllib(
         asked={"infos": infos, "outputs": outputs},
         names=names,
     )
-
-
-def _is_observation(name: str) -> bool:
-    return name.split(".")[0] == "observation"
 
 
 def _wanted(name: str, columns: InferredFields, infos: bool | Sequence[str], outputs: Any, names: Names) -> bool:
