@@ -8,7 +8,7 @@ Called again with the same folder, a run goes on with every transition that is s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from memmap_buffer.interop.trainer_memory import NEXT, TERMINATED, TRUNCATED, Tr
 
 with extra("stable-baselines3"):
     from gymnasium import spaces
-    from stable_baselines3.common.buffers import BaseBuffer
-    from stable_baselines3.common.buffers import ReplayBuffer as MemoryReplayBuffer
+    from stable_baselines3.common import buffers
     from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
     from stable_baselines3.common.vec_env import VecEnv, VecNormalize
     from stable_baselines3.her import GoalSelectionStrategy, HerReplayBuffer
@@ -27,7 +26,7 @@ with extra("stable-baselines3"):
 OBSERVATION = "observation"
 
 
-class DiskReplayBuffer(MemoryReplayBuffer):
+class DiskReplayBuffer(buffers.ReplayBuffer):
     """A replay buffer in a folder for SAC, TD3, DDPG and DQN.
 
     It takes the place of Stable-Baselines3's `ReplayBuffer`, `DictReplayBuffer` and `NStepReplayBuffer`. An observation
@@ -58,8 +57,6 @@ class DiskReplayBuffer(MemoryReplayBuffer):
         ValueError: `optimize_memory_usage` is True.
     """
 
-    publish: Literal["episode", "step"] = "step"
-
     def __init__(
         self,
         buffer_size: int,
@@ -78,7 +75,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
     ) -> None:
         if optimize_memory_usage:
             raise ValueError("optimize_memory_usage: got True; leave it out, as an observation is stored once anyway")
-        BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs)
+        buffers.BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage, self.handle_timeout_termination = False, handle_timeout_termination
         self.n_steps, self.gamma = n_steps, gamma
@@ -91,7 +88,7 @@ class DiskReplayBuffer(MemoryReplayBuffer):
             for name, key in self._keys.items()
         }
         self._fields["action"] = Field(self._maybe_cast_dtype(action_space.dtype), (self.action_dim,))
-        self.memory = TrainerMemory(folder, self.buffer_size * n_envs, n_envs, publish=self.publish, **options)
+        self.memory = TrainerMemory(folder, self.buffer_size * n_envs, n_envs, **options)
         self.disk = self.memory.open({**self._fields, "reward": "float", TERMINATED: "bool", TRUNCATED: "bool"})
         self._options = self.draws()
         self._count()
@@ -168,12 +165,11 @@ class DiskReplayBuffer(MemoryReplayBuffer):
 
     def _samples(self, batch: Mapping[str, Any], env: VecNormalize | None) -> Any:
         """A batch of `disk` in the form of Stable-Baselines3."""
-        single = "" in self._keys.values()
-        flat = batch if single else flatten(batch)
+        flat = flatten(batch)
         pair = ({key: flat[prefix + name] for name, key in self._keys.items()} for prefix in ("", NEXT))
         now, following = (self._normal(values, env) for values in pair)
         rewards, dones, discounts = self._returns(batch, env)
-        kind = ReplayBufferSamples if single else DictReplayBufferSamples
+        kind = ReplayBufferSamples if "" in self._keys.values() else DictReplayBufferSamples
         return kind(now, batch["action"].to(self.device), following, dones, rewards, discounts)
 
     def _normal(self, values: dict[str, Any], env: VecNormalize | None) -> Any:
@@ -230,7 +226,6 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         KeyError: there is no such strategy.
     """
 
-    publish: Literal["episode", "step"] = "episode"
     env: VecEnv | None = None  # None after unpickling, until `set_env`
 
     def __init__(
@@ -258,7 +253,9 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         self.her_ratio = 1 - 1.0 / (n_sampled_goal + 1)
         self.env = env
         how = (device, n_envs, optimize_memory_usage, handle_timeout_termination)
-        super().__init__(buffer_size, observation_space, action_space, *how, folder=folder, **options)
+        super().__init__(
+            buffer_size, observation_space, action_space, *how, folder=folder, publish="episode", **options
+        )
 
     def draws(self) -> dict[str, Any]:
         how: dict[str, Any] = {"strategy": self.goal_selection_strategy.name.lower(), "prob": self.her_ratio}
