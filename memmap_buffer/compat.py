@@ -13,17 +13,15 @@ five systems.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from memmap_buffer import ConcatBuffer, ReadOnlyError, ReplayBuffer, Schema, SchemaError
 from memmap_buffer.adapters import AnyPath, check_count
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 REQUIRED = ("observation", "action", "reward", "terminal")
 IDS, SCORES = ("int64", (None,)), ("float32", (None,))
@@ -84,7 +82,7 @@ def can_sample(buffer: ReplayBuffer | ConcatBuffer, *, min_steps: int = 1, min_e
     return full or (steps >= min_steps and episodes >= min_episodes)
 
 
-class DeclaringBuffer:
+class DeclaringBuffer(AbstractContextManager["DeclaringBuffer"]):
     """A `ReplayBuffer` that is made by its first `add`, whose step declares the fields.
 
     `observation`, `action`, `reward` and `terminal` are required; an episode ends where `terminal` is true. float64
@@ -145,9 +143,6 @@ class DeclaringBuffer:
         """Close the buffer, if there is one, see `ReplayBuffer.close`; closing twice is fine."""
         if self.buffer is not None:
             self.buffer.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
