@@ -46,13 +46,13 @@ def serials_of(buffer: ReplayBuffer, names: Sequence[str]) -> list[int]:
     """
     there, serials = buffer.serials, []
     for name in names:
-        wanted = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", name)
-        if name in ("first", "last") and len(there):
+        if name in ("first", "last"):
+            if not len(there):
+                raise Problem(f"episode {name}: {buffer.folder} shows no episode")
             serials.append(int(there[0 if name == "first" else -1]))
             continue
+        wanted = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", name)
         if wanted is None:
-            if name in ("first", "last"):
-                raise Problem(f"episode {name}: {buffer.folder} shows no episode")
             raise Problem(f"episode {name!r}: expected its number, a range such as 3-7, 'first' or 'last'")
         low, high = int(wanted[1]), int(wanted[2] or wanted[1])
         inside = there[(there >= low) & (there <= high)].tolist()

@@ -694,13 +694,10 @@ def prefetch(batches: Iterable[Any], size: int = 2, device: Any = None) -> Itera
 _INT = jax.ShapeDtypeStruct((), np.int32)
 
 
-def _traced(tree: Tree) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree_util.tree_leaves(tree))
-
-
 def _on_host(work: Callable[..., Any], result: Tree, *arguments: Any) -> Any:
     """Call a function of arrays on the host: now; or, if it is traced, whenever the traced code runs, in its order."""
-    return io_callback(work, result, *arguments, ordered=True) if _traced(arguments) else work(*arguments)
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree_util.tree_leaves(arguments))
+    return io_callback(work, result, *arguments, ordered=True) if traced else work(*arguments)
 
 
 @partial(jax.jit, static_argnums=3)
