@@ -1,4 +1,8 @@
-"""Where a view cuts items: `Anchors` of a batch, and `Runs` of anchors, which tell of all that a folder has."""
+"""The timesteps around which views cut items: `Anchors`, those of one batch, and `Runs`, those of a whole folder.
+
+Read `Anchors` first. The package `items` lists the anchors that exist as `Runs`, the samplers of `loading` draw a batch
+of them, `Folders.find` adds the records of their episodes, and a view cuts the items.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +22,18 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Anchors(NamedTuple):
-    """The timesteps at which a view cuts the items of a batch: (B,) arrays.
+    """The anchors of a batch, one an item: (B,) arrays.
 
     Attributes:
-        folder: the number of each item's folder; None for a single folder.
-        slot, serial: the slot and the number of each item's episode.
-        t: a timestep of it.
-        weight, probability: of a draw by priority; else None.
-        chance: uint64 random numbers, for the draws within an item, or None.
-        following: (B, M, 2) the slot and the serial of each episode that an item runs on into, -1 for none; None where
-            all items stay in theirs.
-        words: (B, 8) the records of the episodes as they were looked up, or None; all zeros where an episode is gone.
+        folder: the number of each anchor's folder; None if there is a single folder.
+        slot, serial: the slot and the serial of its episode.
+        t: its timestep in that episode; negative for items that begin with padding.
+        weight, probability: by which a draw by priority chose it; None for other draws.
+        chance: uint64 random numbers, from which all draws within an item are made; None if there are none.
+        following: (B, M, 2) the slot and the serial of each episode that an item runs on into, -1 where there are fewer
+            than M; None if every item stays in its own episode.
+        words: (B, 8) the records of the episodes as they were looked up, all zeros where an episode is gone; None if
+            they were not looked up.
     """
 
     folder: IntArray | None
@@ -43,11 +48,11 @@ class Anchors(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of items; a named tuple's own `len` counts its fields."""
+        """The number of items B; `len` of a named tuple counts its fields."""
         return len(self.slot)
 
     def where(self, chosen: Any) -> Anchors:
-        """The anchors at an index array, a mask or a slice."""
+        """The anchors that an index array, a mask or a slice chooses."""
         return Anchors._make([None if column is None else column[chosen] for column in self])
 
     @staticmethod
@@ -57,9 +62,9 @@ class Anchors(NamedTuple):
         return Anchors._make([None if column[0] is None else np.concatenate(column) for column in columns])
 
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
-        """The anchors with `others` at the positions `chosen`; others that were not drawn by priority weigh 0.
+        """A copy with `others` at the positions `chosen`; a column that `others` lacks, such as `weight`, is 0 there.
 
-        The records of all of them must be looked up again.
+        The copy has no `words`: its records must be looked up again.
         """
         own, others = _alike([self, others])
         out = Anchors(*(None if column is None else column.copy() for column in own[:8]))  # type: ignore[arg-type]
@@ -70,11 +75,11 @@ class Anchors(NamedTuple):
 
     @property
     def length(self) -> IntArray:
-        """(B,) int64 timesteps of each episode that was looked up."""
+        """(B,) int64 the number of timesteps of each episode, by its record, which must have been looked up."""
         return self.words.view(np.uint32)[:, STOP].astype(np.int64)  # type: ignore[union-attr]
 
     def uniform(self, i: int) -> npt.NDArray[np.float64]:
-        """(B,) numbers in [0, 1): the `i`-th that the chance of each item gives."""
+        """(B,) float64 in [0, 1): the `i`-th random number of each item, computed from its `chance`."""
         assert self.chance is not None
         words = self.chance if i == 0 else splitmix(self.chance + np.uint64(i * GOLDEN % 2**64))
         return np.asarray((words >> np.uint64(11)).astype(np.float64) * 2.0**-53)
@@ -82,11 +87,11 @@ class Anchors(NamedTuple):
 
 @dataclass(frozen=True)
 class MixedAnchors:
-    """The anchors of a batch, source by source.
+    """The anchors of a batch of a mixture: of each source (buffer) its own anchors.
 
     Attributes:
         source: (B,) the number of the source of each item.
-        parts: of each source its anchors, in the order of its items.
+        parts: the anchors of each source, in the order of its items in the batch.
     """
 
     source: IntArray
@@ -94,19 +99,19 @@ class MixedAnchors:
 
     @property
     def size(self) -> int:
-        """The number of items."""
+        """The number of items B."""
         return len(self.source)
 
     @cached_property
     def _place(self) -> IntArray:
-        """(B,) where each item stands in the part of its source."""
+        """(B,) the position of each item in the part of its source."""
         place = np.empty(self.size, np.int64)
         for number, part in enumerate(self.parts):
             place[self.source == number] = np.arange(part.size)
         return place
 
     def where(self, chosen: Any) -> MixedAnchors:
-        """The anchors at an index array or a slice."""
+        """The anchors that an index array or a slice chooses."""
         source, place = self.source[chosen], self._place[chosen]
         return MixedAnchors(source, tuple(part.where(place[source == i]) for i, part in enumerate(self.parts)))
 
@@ -118,11 +123,13 @@ class MixedAnchors:
 
 
 class Runs(NamedTuple):
-    """Runs of anchors of one folder: run r has t = min(first + i * stride, last) for i < count; a view has one stride.
+    """Runs of anchors of one folder: run r has the timesteps t = min(first + i * stride, last) for i = 0 … count - 1.
+
+    The stride is that of the view: the same for all runs.
 
     Attributes:
         slot, serial, first, count: (R,) int64.
-        last: (R,) or None.
+        last: (R,) int64 the highest t of each run; None if no run has a bound.
     """
 
     slot: IntArray
@@ -132,17 +139,17 @@ class Runs(NamedTuple):
     last: IntArray | None = None
 
     def replaced(self, **columns: IntArray) -> Runs:
-        """Other anchors of the same episodes."""
+        """A copy with other columns: other anchors of the same episodes."""
         return self._replace(**columns)
 
     def where(self, chosen: IntArray | slice) -> Runs:
-        """The runs at an index array or a slice."""
+        """The runs that an index array or a slice chooses."""
         last = None if self.last is None else self.last[chosen]
         return Runs(self.slot[chosen], self.serial[chosen], self.first[chosen], self.count[chosen], last)
 
     @staticmethod
     def joined(parts: Sequence[Runs]) -> Runs:
-        """The runs of one view one behind the other; all of them have `last`, or none."""
+        """The runs of several parts, in their order; either all parts have `last`, or none has."""
         parts = [part for part in parts if len(part.slot)] or parts[:1]
         if len(parts) == 1:
             return parts[0]
@@ -151,20 +158,20 @@ class Runs(NamedTuple):
 
 
 def _alike(parts: Sequence[Anchors]) -> Sequence[Anchors]:
-    """Batches of anchors with room for as many following episodes in each."""
-    most = max((0 if part.following is None else part.following.shape[1] for part in parts), default=0)
-    if not most:
+    """The batches with `following` padded by -1 to the same number of episodes M."""
+    width = max((0 if part.following is None else part.following.shape[1] for part in parts), default=0)
+    if not width:
         return parts
-    room = ((0, 0), (0, most), (0, 0))
-    wide = [
-        part.following if part.following is None else np.pad(part.following, room, constant_values=-1)[:, :most]
+    padding = ((0, 0), (0, width), (0, 0))
+    padded = [
+        part.following if part.following is None else np.pad(part.following, padding, constant_values=-1)[:, :width]
         for part in parts
     ]
-    return [part._replace(following=following) for part, following in zip(parts, wide, strict=True)]
+    return [part._replace(following=following) for part, following in zip(parts, padded, strict=True)]
 
 
 def splitmix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Whole numbers (n,) scattered over all 64 bits.
+    """Hash whole numbers (n,) to uint64 that are spread evenly over all 64 bits.
 
     Source: the finaliser of Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
     """
