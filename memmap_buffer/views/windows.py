@@ -1,4 +1,8 @@
-"""The views but for transitions: whole episodes, timesteps, windows, crops, and fields at offsets of their own."""
+"""The views of states in sequence: whole episodes, timesteps, windows, crops, and fields at offsets of their own.
+
+`Timestep` is the shortest example, `Window` the one with most options. `n_step` has the view of transitions. Who calls
+a view, and when, is said in `view`.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +36,11 @@ class Trajectory(View):
         return_mask: add `_mask` (B, Tmax), True where a step exists.
         return_lens: add `_lens`.
         to_length: pad to this many steps instead of the longest of the batch.
-        final_observation: fields declared with `final` get one more entry, (B, Tmax + 1, *field), at `_lens` of the
-            episodes that have their final observation: `_has_final` (B,).
+        final_observation: fields declared with `final` have one more entry, (B, Tmax + 1, *field): entry `_lens` is the
+            final observation of the episodes that have one, which `_has_final` (B,) tells.
 
     Raises:
-        SchemaError: `to_length` is no whole number from 1; later, an episode that is longer.
+        SchemaError: `to_length` is no whole number from 1; later, an episode is longer.
     """
 
     fields: Names = None
@@ -71,7 +75,7 @@ class Trajectory(View):
         return episodes.replaced(count=np.ones_like(episodes.count))
 
     def plan(self, schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The fields, but for those that are given with their final observation, and those."""
+        """(the fields without a final observation in the batch, the fields with it)."""
         names = named(schema, self.fields, "fields")
         finals = tuple(name for name in names if self.final_observation and schema.fields[name].final)
         return tuple(name for name in names if name not in finals), finals
@@ -117,7 +121,7 @@ class Timestep(View):
         return episodes
 
     def plan(self, schema: Schema) -> tuple[str, ...]:
-        """The fields."""
+        """The names of the fields."""
         return named(schema, self.fields, "fields")
 
     def cut(self, builder: BatchBuilder) -> None:
@@ -125,7 +129,13 @@ class Timestep(View):
 
 
 class LastEntries(NamedTuple):
-    """Fields of which a window has its last entries: how many; those without a final observation, those with it."""
+    """The fields of which a batch has the same number of entries, the last ones of each window.
+
+    Attributes:
+        last: the number of entries.
+        plain: the fields without a final observation.
+        finals: the fields with it.
+    """
 
     last: int
     plain: tuple[str, ...]
@@ -136,50 +146,51 @@ class LastEntries(NamedTuple):
 class Window(View):
     """Windows of `length` consecutive timesteps that begin every `stride` steps; only "continue" leaves the episode.
 
-    A batch: fields (B, L, *field), `_lens` (B,) existing steps, `_mask` (B, L), `_start` (B,), `_reaches_episode_end`
-    (B,). Entry k is timestep `_start + k`.
+    A batch: fields (B, L, *field), `_lens` (B,) the number of steps that exist, `_mask` (B, L) which entries exist,
+    `_start` (B,), `_reaches_episode_end` (B,). Entry k is timestep `_start + k`.
 
     Args:
         length: L.
         stride: steps between starts.
         fields: the fields of a batch; default all.
-        boundary: "pad": every start, padded behind the end; "shift": a window that would pass the end is moved back
-            to end there; "repeat": likewise, but every start gives one, so item i begins at step i of all, or where
-            its window just fits; "drop": only windows that lie inside; "continue": a window runs on into the episode
-            that follows in its stream, and every start whose L steps exist there gives one.
+        boundary: "pad": a window at every start, padded behind the end; "shift": a window that would pass the end is
+            moved back to end there; "repeat": the same, but every start has a window of its own, so the last window of
+            an episode comes several times; "drop": only windows that lie inside; "continue": windows run on into the
+            episodes that follow in their stream, and a start has a window where L steps follow it there.
         padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
-        pad_before: windows may begin this many steps before the episode, padded in front; not where there were steps,
-            before what a ring has left of an episode and behind an end in its middle: there the first one begins with
-            the first step.
-        pad_after: windows may end this many steps behind the episode; default: all but their first step.
-        pad_in_front: a window that has fewer steps than L ends with them, behind its padding.
-        allow_short: with "shift" and "repeat", whether an episode shorter than L gives a padded window, or an error
-            where one is drawn.
-        stream: with "continue", the meta field that names the environment of an episode. The next episode of the same
-            one follows; without, that of the next serial. Only episodes that pass the filters count. A batch has
-            `_is_first` (B, L), true where a window or an episode begins, and `_is_last` (B, L), where an episode ends.
-        burn_in: so many entries of a window only warm up a recurrent state: `_loss_mask` (B, L) leaves them out; of a
-            window that is not padded in front, though others are, so many less.
+        pad_before: windows may begin up to this many steps before the episode, padded in front. Where steps came before
+            (behind an end in the middle, or where a ring has dropped the first steps), the first window begins with
+            the first step that is left.
+        pad_after: windows may end up to this many steps behind the episode; default: L - 1.
+        pad_in_front: a window with fewer than L steps has its padding before them instead of behind.
+        allow_short: with "shift" and "repeat": True: an episode shorter than L has a padded window; False: an error is
+            raised when it is drawn.
+        stream: with "continue", the meta field that names the environment of an episode: the next episode with the same
+            value follows; default: the episode of the next serial. Only episodes that pass the filters count. A batch
+            has `_is_first` (B, L), true where a window or an episode begins, and `_is_last` (B, L), where one ends.
+        burn_in: the first `burn_in` entries of a window only warm up a recurrent state: `_loss_mask` (B, L) leaves them
+            out. In a window without the padding of `pad_before`, as steps came before it, they are `pad_before` fewer.
         n_steps: n, with `gamma`: a batch has the returns and discounts of n steps from every entry on, as `NStep` gives
-            them, `_return` (B, L) and `_discount` (B, L), and `n_step_lens` (B, L), k of each, 0 where no step has a
-            successor. Fields with `final` show the final observation behind the last step, told by `_mask_<field>`, so
-            that an entry's successor is entry + k; `_loss_mask` leaves out the last n entries, whose may lie beyond.
+            them, `_return` (B, L) and `_discount` (B, L), and `n_step_lens` (B, L), the k of each entry, 0 for an entry
+            without a successor. Fields with `final` hold the final observation behind the last step (`_mask_<field>`
+            tells where), so that the successor of entry i is entry i + k. `_loss_mask` leaves out the last n entries:
+            their successors may lie behind the window.
         gamma: γ.
         reward: the field of the rewards.
         terminated: the field that is true where nothing follows; default: the one that the buffer declared.
         discount: the field of a discount of every step, as for `NStep`.
-        only: field, or group, -> k: it is given for the last k steps of a window alone, (B, k, *field), and its rows
-            before these are not read. With k < L `_mask_<field>` (B, k) tells which exist; padding, and what
-            `final_observation` and `n_steps` say of fields with `final`, is as for others.
-        final_observation: fields with `final` have one entry more, (B, L + 1, *field): the observation after the last
+        only: field, or group -> k: a batch has the entries of the last k steps alone, (B, k, *field), and the rows
+            before them are not read. With k < L, `_mask_<field>` (B, k) tells which exist. `padding`,
+            `final_observation` and `n_steps` hold for these fields as for others.
+        final_observation: fields with `final` have one more entry, (B, L + 1, *field): the observation after the last
             step. `_mask_<field>` (B, L + 1) tells which exist.
-        start_fields: fields that are given at the first existing step of a window alone, (B, *field): the recurrent
-            state that was stored there.
+        start_fields: fields of which a window has its first existing step alone, (B, *field), such as a recurrent state
+            that was stored.
         return_steps: a batch has `_steps` (B, L, 2), the serial and the timestep of every entry, as `write` takes them;
-            -1 where none exists. With several folders (B, L, 3), the number of the folder first.
+            -1 for an entry that does not exist. With several folders (B, L, 3), the number of the folder first.
 
     Raises:
-        SchemaError: a value that is not one of these, or two that exclude each other; later, an unknown field.
+        SchemaError: a value that is not allowed, or two that exclude each other; later, an unknown field.
         NotEnoughDataError: later, an episode is shorter than L, and `allow_short` is False.
 
     Source of `burn_in` and `start_fields`: Kapturowski et al. 2019, "Recurrent Experience Replay in Distributed
@@ -274,7 +285,7 @@ class Window(View):
         ]
 
     def _names(self, schema: Schema) -> tuple[list[str], tuple[str, ...]]:
-        """(the fields that every entry has, those that a window has once)"""
+        """(the fields with an entry for each step, the fields of which a window has one step)."""
         at_start = named(schema, self.start_fields, "start_fields")
         return [name for name in named(schema, self.fields, "fields") if name not in at_start], at_start
 
@@ -285,11 +296,11 @@ class Window(View):
         return {name: "_lens" for name in names if not (self._shows_final(schema, name) or name in shorter)}
 
     def _shorter(self, schema: Schema) -> set[str]:
-        """The fields without a final observation of which a window has its last entries alone."""
+        """The fields, among those without a final observation, that `only` gives fewer entries than `length`."""
         return {name for last, plain, _ in self.plan(schema)[0] if last < self.length for name in plain}
 
     def _shows_final(self, schema: Schema, name: str) -> bool:
-        """Whether a field is given with the final observation of its episode."""
+        """Whether the entries of a field may include the final observation of its episode."""
         return bool(self.n_steps or self.final_observation) and schema.fields[name].final
 
     @property
@@ -305,19 +316,19 @@ class Window(View):
         return self.length if self.boundary == CONTINUE else 0
 
     def ends(self, schema: Schema) -> Ends:
-        before = int(bool(self.burn_in and self.pad_before))  # whether an anchor begins what is there
+        before = int(bool(self.burn_in and self.pad_before))  # the step before an anchor: `cut` asks for ends there
         return Ends.of(schema, self.terminated, before=before, after=0 if self.continues else self.reach)
 
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
         stop = episodes.count - (self.length - 1)
         if self.boundary in (REPEAT, CONTINUE):
-            every = _inside(episodes, 0, 0, stop, "pad", self.stride)
-            return every if self.continues else every.replaced(last=np.maximum(stop - 1, 0))
+            starts = _inside(episodes, 0, 0, stop, "pad", self.stride)
+            return starts if self.continues else starts.replaced(last=np.maximum(stop - 1, 0))
         end = episodes.count if self.pad_after is None else stop + self.pad_after
         return _inside(episodes, -self.pad_before, 0, stop, self.boundary, self.stride, end)
 
     def plan(self, schema: Schema) -> tuple[list[LastEntries], tuple[str, ...]]:
-        """Of how many last entries which fields are, without and with a final observation; those of the first alone."""
+        """(the fields with an entry for each step, grouped by the number of entries; the fields with one step)."""
         names, at_start = self._names(schema)
         last = dict.fromkeys(names, self.length)
         for group, steps in dict(self.only).items():
@@ -335,8 +346,8 @@ class Window(View):
         if self.pad_in_front:
             builder.pad_in_front(self.length)
         steps, t, (groups, at_start) = range(self.length), builder.t, builder.plan
-        goes_on = self.boundary == CONTINUE
-        stop = builder.run_on(self.length) if goes_on else builder.length
+        runs_on = self.boundary == CONTINUE
+        stop = builder.run_on(self.length) if runs_on else builder.length
         self._put_fields(builder, groups, stop)
         if at_start:
             builder.put_at(at_start, np.maximum(t, 0))
@@ -348,7 +359,7 @@ class Window(View):
             "_start": t + builder.begin,
             "_reaches_episode_end": builder.length - t <= self.length,
         }
-        if goes_on:
+        if runs_on:
             builder.put_ends("_is_first", "_is_last", steps)
         if self.return_steps:
             builder.put_steps("_steps", steps)
@@ -363,7 +374,7 @@ class Window(View):
             builder.batch["_loss_mask"] = learned & (np.arange(self.length) >= warm)
 
     def _put_fields(self, builder: BatchBuilder, groups: Sequence[LastEntries], stop: IntArray) -> None:
-        """Put the fields that have entries of their own, and the masks of those that have not the window's entries."""
+        """Put the fields with an entry for each step, and the masks of those whose entries are not the window's."""
         for last, names, finals in groups:
             steps = range(self.length - last, self.length)
             builder.put(names, steps, limit=builder.length, padding=self.padding)
@@ -381,14 +392,14 @@ class Window(View):
 class RandomCrop(View):
     """A crop of at most `length` steps from each episode, at a random place, zero-padded.
 
-    A batch: as `Window`, without `_mask`. The place is drawn by the sampler.
+    A batch: as that of `Window`, without `_mask`. The sampler draws the place.
 
     Args:
-        length: the most steps.
+        length: the most steps of a crop.
         fields: the fields of a batch; default all.
 
     Raises:
-        SchemaError: a length that is no whole number from 1.
+        SchemaError: `length` is no whole number from 1.
     """
 
     length: int
@@ -418,7 +429,7 @@ class RandomCrop(View):
         return np.asarray((u * places).astype(np.int64))
 
     def plan(self, schema: Schema) -> Any:
-        """The plan of a window."""
+        """The plan of a `Window` with the same fields."""
         return Window(self.length, fields=self.fields).plan(schema)
 
     def cut(self, builder: BatchBuilder) -> None:
@@ -434,16 +445,16 @@ class Offsets(View):
     Args:
         offsets: field -> whole numbers, `Offsets(observation=(-1, 0), action=range(16))`; dotted names by
             `Offsets({"camera.left": (-3, -2, -1, 0)})`. A group's name stands for all its fields.
-        boundary: "pad": an item at every timestep; "drop": at those whose offsets all exist; "shift": likewise, and one
-            padded item of an episode that is too short.
+        boundary: "pad": an item at every timestep; "drop": only where all offsets exist; "shift": the same, but an
+            episode that is too short has one padded item.
         padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
         stride: steps between anchors.
-        drop_last: so many of an episode's last timesteps give no item, however it is padded.
-        pad_after: an item may reach this many steps behind the episode; default: as far as its offsets do.
+        drop_last: the last timesteps of an episode at which there is no item, padded or not.
+        pad_after: an item may reach up to this many steps behind the episode; default: as far as its offsets do.
         fields: the same as `offsets`, by keyword.
 
     Raises:
-        SchemaError: a value that is not one of these.
+        SchemaError: a value that is not allowed; later, an unknown field.
     """
 
     def __init__(
@@ -528,9 +539,13 @@ class Offsets(View):
 def _inside(
     episodes: Runs, start: int, low: int, stop: IntArray, boundary: str, stride: int, end: IntArray | None = None
 ) -> Runs:
-    """Anchors from `start` on, every `stride` steps, before `end`, by default the episode's.
+    """The anchors of episodes (E,), every `stride` steps, as `boundary` says.
 
-    The offsets of those from -low to stop - 1 all exist.
+    Args:
+        start: the first anchor, where items may be padded in front.
+        low: the lowest offset of an item, at most 0: from -low on, an item needs no padding in front.
+        stop: (E,) the first anchor whose item needs padding behind.
+        end: (E,) all anchors are below it; default: the length of the episode.
     """
     length, end = episodes.count, episodes.count if end is None else end
     first = np.full_like(length, start if boundary == "pad" else max(start, -low))
@@ -540,11 +555,11 @@ def _inside(
         return episodes.replaced(first=first, count=count)
     first = np.minimum(first, length - 1)  # an episode that is too short has one padded item
     last = np.maximum(stop - 1, first)
-    flush = (first + (count - 1) * stride < stop - 1).astype(np.int64)
+    flush = (first + (count - 1) * stride < stop - 1).astype(np.int64)  # one more anchor: its item ends at the end
     return episodes.replaced(first=first, count=np.maximum(count + flush, 1), last=last)
 
 
 def _consecutive(values: tuple[int, ...]) -> IntArray | range:
-    """Offsets as a range, where they are one."""
+    """Offsets (K,) as a range if each is one more than the one before, else as an array."""
     whole = range(values[0], values[0] + len(values))
     return whole if values == tuple(whole) else np.array(values)
