@@ -1,7 +1,9 @@
-"""The one engine under every view: rows = first row + t + offsets, clipped into the episode, padded, masked.
+"""The row arithmetic of all views: row = first row of the episode + t + offset, clipped into the episode, with padding
+and masks.
 
-A view puts columns into a `BatchBuilder`: arrays as they are, or which rows of which field stand there. Its `gather`
-then copies these rows, and `fresh` tells whether every episode is still what it was when its record was looked up.
+`loading.batch_reader` makes one `BatchBuilder` for each batch. A view's `cut` puts columns into it: finished arrays, or
+the rows of a field that are to be copied. The builder's `gather` then copies all rows, and `fresh` tells which episodes
+are still as they were when their records were looked up.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from memmap_buffer.views.folders import INDEX_BYTES, FieldGroup, Folders, Found
 from memmap_buffer.views.gather import MAX_BATCH_BYTES, Column, Columns, Gather, RowGather, refuse_size
 from memmap_buffer.views.row_ranges import Further, RowRanges
 
-LOOK = 256  # timesteps that are looked at together for the end of an episode
+LOOK = 256  # the most timesteps of each item that are searched at once for the end of an episode
 NONE = np.empty(0, np.int64)
 
 
 class Ends(NamedTuple):
-    """How a view knows that an episode ended, also in the middle of what was stored as one: no item reaches across.
+    """The fields by which a view knows that an episode ended. No item reaches across an end in the middle of one.
 
     Attributes:
         terminated: the field that is true where nothing follows, or None.
-        recorded: whether the records of the episodes tell whether they terminated, so that no row is looked at.
+        recorded: whether the records tell which episodes terminated, so that no row is read for it.
         names: the fields that are true where an episode ends, `terminated` among them.
-        marked: whether the records tell whether any of `names` is true before the last step.
-        before, after: how many timesteps before its anchor, and from it on, an item may have.
+        marked: whether the records tell which episodes have one of `names` true before their last step.
+        before, after: the most timesteps that an item has before its anchor, and from its anchor on.
     """
 
     terminated: str | None
@@ -50,7 +52,7 @@ class Ends(NamedTuple):
     @classmethod
     @lru_cache(maxsize=128)
     def of(cls, schema: Schema, terminated: str | None = DECLARED, *, before: int = 0, after: int = 1) -> Ends:
-        """By a field; default: the one that was declared."""
+        """The ends by a field `terminated`, and by the schema's `truncated`; default: the field that was declared."""
         name = schema.terminated if terminated == DECLARED else terminated
         names = tuple(dict.fromkeys([end for end in (name, schema.truncated) if end is not None]))
         recorded = terminated == DECLARED or name == schema.terminated
@@ -58,13 +60,13 @@ class Ends(NamedTuple):
 
 
 class Following(NamedTuple):
-    """The episodes that items run on into, all (P,), item by item.
+    """The episodes that items run on into: P pairs of an item and an episode, item by item.
 
     Attributes:
-        item: whose.
-        records: of these episodes.
-        start: the first step of each that is shown.
-        lead, end: the entries of the item that it has: lead … end - 1.
+        item: (P,) the position of the item in the batch.
+        records: the records of the P episodes.
+        start: (P,) the first step that the episode shows.
+        lead, end: (P,) the episode has the entries lead … end - 1 of the item.
     """
 
     item: IntArray
@@ -74,7 +76,7 @@ class Following(NamedTuple):
     end: IntArray
 
     def rows(self, final: bool, begin: int) -> Further:
-        """The rows of those entries, of fields with or without `final`, from one entry on."""
+        """The rows of the entries from `begin` on, of fields with or without `final`; entry `begin` gets number 0."""
         anchors = self.records.anchors
         row = anchors.words.view(np.int64)[:, FIRST_ROW] + self.start  # type: ignore[union-attr]
         row = row + anchors.slot if final else row
@@ -84,23 +86,26 @@ class Following(NamedTuple):
 
 
 class BatchBuilder:
-    """A batch as it is put together around its anchors.
+    """A batch that is put together around its anchors.
+
+    Where an episode has an end in its middle, or lost its first steps to a ring, the part around the anchor is taken
+    for the episode: `t` and `length` count from its first step, which is timestep `begin` of the whole.
 
     Args:
         folders: the folders that are read.
-        records: of the timesteps (B,) at which items are cut.
+        records: the anchors (B,) of the items, with the records of their episodes.
         ends: how episodes end for the view.
-        plan: what the view found before.
+        plan: the result of `View.plan`.
 
     Attributes:
-        folders: that are read.
-        plan: see there.
-        batch: key -> `Column`, filled by the `put` methods and by views; fields whose rows lie alike are one, by the
-            key of the first.
-        records, anchors: with the records of their episodes.
+        folders, records, plan: as given.
+        anchors: the anchors of `records`.
+        batch: key -> `Column`, filled by the `put` methods and by views. Fields with the same rows are one entry, by
+            the key of the first.
         gather: copies rows.
-        t, length: (B,) int64 of each anchor and its episode, or of the part of it between two ends.
-        begin: (B,) the timestep at which that part begins; 0 where there is none.
+        t: (B,) int64 the timestep of each anchor.
+        length: (B,) int64 the number of timesteps of its episode.
+        begin: (B,) int64, or 0 for all.
     """
 
     def __init__(self, folders: Folders, records: Found, ends: Ends, plan: Any = None) -> None:
@@ -115,47 +120,46 @@ class BatchBuilder:
         self.t, self.length = self.anchors.t, halves[:, STOP].astype(np.int64)
         self._flags = halves[:, FLAGS]
         self._first: IntArray = words.view(np.int64)[:, FIRST_ROW]
-        self._there: BoolArray | None = None
-        if since is None:  # else all were there, and `fresh` tells whether they still are
-            there = self.t < self.length
-            if FALSE in there.tobytes():
-                self._there = there
-                self._set_aside(~there)
+        self._is_shown: BoolArray | None = None
+        if since is None:  # else all episodes were there, and `fresh` tells whether they still are
+            is_shown = self.t < self.length
+            if FALSE in is_shown.tobytes():
+                self._is_shown = is_shown
+                self._set_aside(~is_shown)
         self.begin: IntArray | int = 0
         if ends.before and halves[:, START].any():
-            # What a ring has forgotten does not exist; an anchor that it forgot since it was drawn begins its episode.
+            # Steps that a ring has dropped do not exist. If it dropped the anchor after the draw, begin at the anchor.
             self._begin_at(np.minimum(halves[:, START], np.maximum(self.t, 0)).astype(np.int64))
-        # Of what was known at a change counter no episode has a marked end in its middle, see `LiveIndex`; whether that
-        # is so still, `fresh` tells.
+        # With `since`, no episode had a marked end in its middle, see `LiveIndex`; `fresh` tells whether that holds.
         self._since, unseen = since, since is not None and ends.marked
         marks = ends.marked and not unseen and np.bitwise_or.reduce(self._flags, initial=0) & INNER_END
         if ends.names and ends.after and (not ends.marked or marks):
             self._keep_between_ends()
 
-    def _set_aside(self, gone: BoolArray) -> None:
-        """Cut items of lost episodes from the first row of their slot, which always exists: they are drawn again."""
-        self.t, self.length, self._first = np.where(gone, 0, self.t), np.where(gone, 1, self.length), self._first.copy()
+    def _set_aside(self, lost: BoolArray) -> None:
+        """Let `lost` items (B,), whose episodes are gone, read the first row of their slot: they are drawn again."""
+        self.t, self.length, self._first = np.where(lost, 0, self.t), np.where(lost, 1, self.length), self._first.copy()
         for storage, chosen, *_ in self.records.groups:
             self._first[chosen] = np.where(
-                gone[chosen], storage.first_row(self.anchors.slot[chosen], False), self._first[chosen]
+                lost[chosen], storage.first_row(self.anchors.slot[chosen], False), self._first[chosen]
             )
 
     def _keep_between_ends(self) -> None:
-        """Take the steps between two ends for the episode, as far as items reach: what is beyond does not exist."""
+        """Take the steps between two ends for the episode. Ends are searched only as far as items reach."""
         ends, whole = self._ends, self.length
         begin, stop = np.full_like(whole, -1), whole.copy()
         for start in range(0, ends.after, LOOK):
             steps = range(start, min(start + LOOK, ends.after))
             is_end = self._is_end(steps)
-            here = is_end.any(axis=1) & (stop == whole)
-            stop = np.where(here, self.t + start + is_end.argmax(axis=1) + 1, stop)
+            ends_here = is_end.any(axis=1) & (stop == whole)
+            stop = np.where(ends_here, self.t + start + is_end.argmax(axis=1) + 1, stop)
             if not ((stop == whole) & (self.t + steps.stop < whole)).any():
                 break
         for start in range(0, ends.before, LOOK):
             steps = range(-min(start + LOOK, ends.before), -start)
             is_end = self._is_end(steps)[:, ::-1]
-            here = is_end.any(axis=1) & (begin < 0)
-            begin = np.where(here, self.t - start - is_end.argmax(axis=1), begin)
+            ends_here = is_end.any(axis=1) & (begin < 0)
+            begin = np.where(ends_here, self.t - start - is_end.argmax(axis=1), begin)
             if not ((begin < 0) & (self.t + steps.start > 0)).any():
                 break
         self.has_final = (self._flags & FINAL).astype(np.bool_) & (stop == whole)
@@ -163,13 +167,13 @@ class BatchBuilder:
         self._begin_at(np.maximum(begin, 0))
 
     def _begin_at(self, begin: IntArray) -> None:
-        """Take a timestep of each episode for its first one."""
+        """Take timestep `begin` (B,) of each episode for its first one."""
         self.begin = self.begin + begin
         self._first = self._first + begin
         self.t, self.length = self.t - begin, self.length - begin
 
     def _is_end(self, steps: range) -> BoolArray:
-        """(B, K) whether a field that ends episodes is true at `t + steps`."""
+        """(B, K) whether a field of `Ends.names` is true at `t + steps`."""
         out = np.zeros((len(self.t), len(steps)), np.bool_)
         for name in self._ends.names:
             values = self._stored(name, steps, self.length)
@@ -194,56 +198,62 @@ class BatchBuilder:
 
     @cached_property
     def goes_on(self) -> BoolArray:
-        """(B,) whether something is known to follow the last step: an observation, or that nothing does."""
+        """(B,) whether the last step can be served: its final observation is stored, or nothing follows it."""
         recorded = self._ends.recorded and not self._parted
         return (self._flags & (FINAL | TERMINATED)).astype(np.bool_) if recorded else self.has_final | self.terminated
 
     def limit(self, final: bool) -> IntArray:
-        """(B,) how many entries each anchor's episode has of fields with or without `final`."""
+        """(B,) the number of entries that each anchor's episode has of fields with or without `final`."""
         return self.length + self.has_final if final else self.length
 
     def first(self, final: bool) -> IntArray:
         """(B,) the row of step 0 of each anchor's episode, of fields with or without `final`."""
         return self._first + self.anchors.slot if final else self._first
 
-    # What an item is, where that is more or less than its episode from the anchor on
+    # Items that do not lie in their episode from the anchor on
 
     def pad_in_front(self, steps: int) -> None:
-        """Take each anchor for its episode's first step, and anchor items of fewer than `steps` steps before it."""
+        """Take each anchor for its episode's first step, then move it back where fewer than `steps` steps follow.
+
+        There `t` gets negative: the padding of the item stands in front.
+        """
         self._begin_at(self.t)
         self.t = np.minimum(self.length - steps, 0)
 
     def run_on(self, steps: int) -> IntArray:
-        """Let ranges of `steps` rows from the anchors on go on in the episodes that follow.
+        """Let ranges of `steps` rows from the anchors on continue in the episodes that follow.
 
         Returns:
-            (B,) the timesteps that exist are below it; those beyond the episode are of others.
+            (B,) the first timestep that does not exist, where the steps of the following episodes are counted on.
         """
         item, records = find_following(self.folders, self.anchors)
         halves: npt.NDArray[np.uint32] = records.anchors.words.view(np.uint32)  # type: ignore[union-attr]
         start, stop = halves[:, START].astype(np.int64), halves[:, STOP].astype(np.int64)
         sums = np.append(0, np.cumsum(stop - start))
-        # Behind the item's own steps, and those of the episodes before it.
+        # The steps of the same item's following episodes before this one.
         before = sums[:-1] - sums[np.searchsorted(item, item)]
-        own = np.maximum(self.length - self.t, 0)  # of an episode that left meanwhile, the item is drawn again
+        own = np.maximum(self.length - self.t, 0)  # 0: the episode left meanwhile, and the item is drawn again
         lead = np.minimum(own[item] + before, steps)
         end = np.minimum(lead + stop - start, steps)
         self._following = Following(item, records, start, lead, end)
         return self.length + np.bincount(item, stop - start, len(self.t)).astype(np.int64)
 
     def put_ends(self, first: str, last: str, steps: range) -> None:
-        """Put (B, K) where episodes begin in an item that runs on, and its own first step; and where they end."""
+        """Put two masks (B, K): the entries at which an item or an episode in it begins, and those at which one ends.
+
+        Called after `run_on`.
+        """
         item, records, start, lead, end = self._following  # type: ignore[misc]
         flags = records.anchors.words.view(np.uint32)[:, FLAGS]  # type: ignore[union-attr]
         begins, ends = np.zeros((2, len(self.t), len(steps)), np.bool_)
         begins[:, 0] = True
         begins[item[end > lead], lead[end > lead]] = True
         own, whole = self.length - self.t, records.anchors.length - start == end - lead
-        # What is still appended to an episode follows its last step of now.
-        over = np.flatnonzero((own > 0) & (own <= len(steps)) & (self._flags & OPEN == 0))
-        ends[over, own[over] - 1] = True
-        over = np.flatnonzero((end > lead) & whole & (flags & OPEN == 0))
-        ends[item[over], end[over] - 1] = True
+        # The last step of an open episode is no end: steps are still appended behind it.
+        last_steps = np.flatnonzero((own > 0) & (own <= len(steps)) & (self._flags & OPEN == 0))
+        ends[last_steps, own[last_steps] - 1] = True
+        last_steps = np.flatnonzero((end > lead) & whole & (flags & OPEN == 0))
+        ends[item[last_steps], end[last_steps] - 1] = True
         if self._ends.names and (
             not self._ends.marked or ((self._flags & INNER_END).any() | (flags & INNER_END).any())
         ):
@@ -256,7 +266,10 @@ class BatchBuilder:
         self.batch |= {first: begins, last: ends}
 
     def put_steps(self, key: str, steps: range) -> None:
-        """Put (B, K, 2) the serial and the timestep of `t + steps`, or (B, K, 3) with the folder first; -1 for none."""
+        """Put int64 (B, K, 2): serial and timestep of each entry `t + steps`, -1 where none exists.
+
+        With several folders (B, K, 3), the number of the folder first.
+        """
         own, anchors = self.exists(steps), self.anchors
         folder = [] if anchors.folder is None else [anchors.folder]
         out = np.full((*own.shape, 2 + len(folder)), -1)
@@ -265,17 +278,17 @@ class BatchBuilder:
         out[..., -1] = np.where(own, (self.t + self.begin)[:, None] + array_of(steps), -1)
         if self._following is not None:
             item, records, start, lead, end = self._following
-            each = np.repeat(np.arange(len(item)), end - lead)
-            since = np.arange(len(each)) - np.repeat(np.cumsum(end - lead) - (end - lead), end - lead)
-            columns = [column[item[each]] for column in folder]
-            columns += [records.anchors.serial[each], start[each] + since]
-            out[item[each], lead[each] + since] = np.stack(columns, axis=-1)
+            pair = np.repeat(np.arange(len(item)), end - lead)
+            step = np.arange(len(pair)) - np.repeat(np.cumsum(end - lead) - (end - lead), end - lead)
+            columns = [column[item[pair]] for column in folder]
+            columns += [records.anchors.serial[pair], start[pair] + step]
+            out[item[pair], lead[pair] + step] = np.stack(columns, axis=-1)
         self.batch[key] = out
 
     def require_steps(self, steps: int) -> None:
         """Raise NotEnoughDataError where an episode has fewer than `steps` steps from its anchor on."""
         short = self.length - self.t < steps
-        short = short if self._there is None else short & self._there
+        short = short if self._is_shown is None else short & self._is_shown
         if short.any():
             serial, length = int(self.anchors.serial[short][0]), int(self.length[short][0])
             raise NotEnoughDataError(
@@ -287,25 +300,25 @@ class BatchBuilder:
     # The columns of a batch
 
     def put_at(self, names: Iterable[str], t: IntArray, *, prefix: str = "") -> None:
-        """Put fields at one timestep an item, zero where it does not exist.
+        """Put fields at one timestep of each item, zeros where it does not exist.
 
         Args:
             names: per-timestep fields.
-            t: (B,).
+            t: (B,) int64 the timesteps.
             prefix: each field is put under `prefix` + name.
         """
         plans: dict[bool, tuple[IntArray, IntArray | None]] = {}
         row, beyond = self._first + t, NONE
         if t is not self.t:
-            outside = t.view(np.uint64) >= self.length.view(np.uint64)  # a negative one is a huge one
+            outside = t.view(np.uint64) >= self.length.view(np.uint64)  # a negative t is a huge uint64
             beyond = outside.nonzero()[0] if TRUE in outside.tobytes() else NONE
         for group in self.folders.groups[(prefix, *names)]:
             final = group.final
             if len(t) * group.largest > MAX_BATCH_BYTES:
                 self._refuse_fields(group, 1)
             if final not in plans:
-                there = row + self.anchors.slot if final else row
-                plans[final] = self._nearest_at(t, there, beyond, final) if len(beyond) else (there, None)
+                rows = row + self.anchors.slot if final else row
+                plans[final] = self._nearest_at(t, rows, beyond, final) if len(beyond) else (rows, None)
             self.batch[group.keys[0]] = RowGather(group, *plans[final])
 
     def put(
@@ -321,9 +334,9 @@ class BatchBuilder:
 
         Args:
             names: per-timestep fields.
-            offsets: (K,) int64, or (B, K) of each item's own; a range of step 1 is copied in one piece.
+            offsets: (K,) int64, or (B, K) if items differ; the rows of a range of step 1 are copied in one piece.
             prefix: each field is put under `prefix` + name.
-            limit: (B,) the timesteps that exist are below it; default: the episode's, with its final observation.
+            limit: (B,) the first timestep that does not exist; default: as `limit` tells, final observation included.
             padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
         """
         plans: dict[bool, tuple[IntArray | RowRanges, BoolArray | None]] = {}
@@ -343,24 +356,25 @@ class BatchBuilder:
             self.batch[group.keys[0]] = RowGather(group, *plans[final], padding)
 
     def put_mask(self, key: str, offsets: range) -> None:
-        """Put (B, K) whether timestep `t + offsets` exists, final observations not counted."""
+        """Put a mask (B, K) of the timesteps `t + offsets` that exist; final observations do not count."""
         self._require_mask(offsets)
         one_by_one = offsets.step == 1
         self.batch[key] = self._ranges(offsets, False, self.length, "zero") if one_by_one else self.exists(offsets)
 
     def put_meta(self, names: Iterable[str]) -> None:
-        """Put meta fields, one entry an item."""
+        """Put meta fields, (B, *field)."""
         for name in names:
             self.batch[name] = self.gather.meta(name)
 
     # Values that a view computes with
 
     def look(self, name: str, offsets: range, limit: IntArray | None = None) -> Array:
-        """A field at `t + offsets` as numpy can compute with it, (B, K, *field), zero where it does not exist."""
+        """A field at `t + offsets`, (B, K, *field), zero where it does not exist; bfloat16 as float32."""
         values, dtype = self._stored(name, offsets, limit), self.schema.fields[name].dtype
         return values if dtype != "bfloat16" else decode(values, dtype)
 
     def _stored(self, name: str, offsets: range, limit: IntArray | None) -> Array:
+        """`look` with the values as stored: bfloat16 as its bits."""
         if len(self.t) * len(offsets) * max(INDEX_BYTES, self.schema.largest) > MAX_BATCH_BYTES:
             self.require_size(name, len(offsets))
         steps = self.t[:, None] + np.arange(offsets.start, offsets.stop, offsets.step)
@@ -371,43 +385,46 @@ class BatchBuilder:
         return values
 
     def look_at(self, name: str, t: IntArray) -> Array:
-        """A field at one timestep an item, (B, *field), that is known to exist."""
+        """A field at timesteps t (B,) that exist, (B, *field); bfloat16 as float32."""
         field = self.schema.fields[name]
         row = self._first + t
         values = self.gather.copied(name, row + self.anchors.slot if field.final else row)
         return values if field.dtype != "bfloat16" else decode(values, field.dtype)
 
     def exists(self, offsets: IntArray | range, limit: IntArray | None = None) -> BoolArray:
-        """(B, K) whether timestep `t + offsets` exists, the final observation not counted unless in `limit`."""
+        """(B, K) whether timestep `t + offsets` exists: it is from 0 on, and below `limit` (B,), default `length`."""
         self._require_mask(offsets)
         steps = array_of(offsets)
-        there = steps < ((self.length if limit is None else limit) - self.t)[:, None]
+        mask = steps < ((self.length if limit is None else limit) - self.t)[:, None]
         if int(steps.min(initial=0)) + int(self.t.min(initial=0)) < 0:
-            there &= steps >= -self.t[:, None]
-        return np.asarray(there)
+            mask &= steps >= -self.t[:, None]
+        return np.asarray(mask)
 
     # Where rows lie
 
     def _nearest_at(
         self, t: IntArray, row: IntArray, beyond: IntArray, final: bool
     ) -> tuple[IntArray, IntArray | None]:
-        """The rows of the nearest timesteps that exist, where `row` (B,) has those of `t`; which do not exist.
+        """(rows (B,) of the nearest timesteps that exist, the positions that had to be moved, None for none).
 
-        Args: beyond: those that are no step of their episode.
+        Args:
+            t: (B,) the wanted timesteps.
+            row: (B,) the rows that they would have.
+            beyond: the positions at which `t` is no step of its episode; the final observation may be there.
         """
         wanted, limit = t.take(beyond), self.length.take(beyond)
         if final:
             limit += self.has_final.take(beyond)
         nearest = np.minimum(np.maximum(wanted, 0), limit - 1)
-        there = row.copy()
-        there[beyond] += nearest - wanted
+        rows = row.copy()
+        rows[beyond] += nearest - wanted
         missing = beyond[nearest != wanted]
-        return there, missing if len(missing) else None
+        return rows, missing if len(missing) else None
 
     def _nearest(
         self, wanted: IntArray, final: bool, limit: IntArray | None = None
     ) -> tuple[IntArray, BoolArray | None]:
-        """The rows of the nearest timesteps that exist; which wanted ones (B, K) do not exist, None for none."""
+        """(rows (B, K) of the nearest timesteps that exist, a mask of the `wanted` ones that do not, None for none)."""
         first = self.first(final)[:, None]
         limit = (self.limit(final) if limit is None else limit)[:, None]
         clipped = np.minimum(np.maximum(wanted, 0), limit - 1)
@@ -415,6 +432,7 @@ class BatchBuilder:
         return first + clipped, missing if TRUE in missing.tobytes() else None
 
     def _ranges(self, offsets: range, final: bool, limit: IntArray, padding: str) -> RowRanges:
+        """The rows at `t + offsets`, a range of step 1, as one range for each item."""
         begin, steps = self.t + offsets.start, len(offsets)
         lead = np.minimum(np.maximum(-begin, 0), steps)
         stop = np.maximum(np.minimum(limit - begin, steps), 0)
@@ -425,14 +443,14 @@ class BatchBuilder:
     # The end
 
     def fresh(self) -> BoolArray | None:
-        """(B,) whether the rows that were copied are those of the anchors, None for all; true only after all copying.
+        """(B,) whether the copied rows are those of the item's episode; None if all are. Call it after all copying.
 
-        What a folder showed at a value of its change counter is as it was as long as that stands.
+        As long as the change counter of a folder stays the same, no row of a visible episode has changed.
         """
         since, has_since, only = self._since, self._since is not None, self.records.only
         gather = self.gather
         copied = gather.broken is None and not gather.fetched
-        nothing_else = copied and self._there is None and self._following is None
+        nothing_else = copied and self._is_shown is None and self._following is None
         if has_since and nothing_else and only is not None and only.maps.state.item(CHANGES) == since:
             return None
         same = self.records.unchanged()
@@ -443,15 +461,15 @@ class BatchBuilder:
             same[item[~(records.unchanged() & self.records.is_beside(records))]] = False
         if not copied:
             gather.require(same)
-        return same if self._there is None else same & self._there
+        return same if self._is_shown is None else same & self._is_shown
 
     def kept(self, columns: Columns, chosen: BoolArray, fitted: bool) -> Columns:
-        """Some items of a batch that was copied.
+        """The columns of the chosen items.
 
         Args:
-            columns: that batch.
+            columns: the copied batch.
             chosen: (B,) whether an item is kept.
-            fitted: sequences are as long as the longest episode of the batch, so they may become shorter.
+            fitted: sequences are as long as the longest episode of the batch, so they are cut to the longest kept one.
         """
         out = {key: values[chosen] for key, values in columns.items()}
         less = int(self.length.max() - self.length[chosen].max()) if fitted else 0
@@ -462,11 +480,12 @@ class BatchBuilder:
         return out
 
     def _refuse_fields(self, group: FieldGroup, steps: int) -> None:
+        """Raise SchemaError: `steps` timesteps of each item are too many; it names the largest field."""
         name = max(group.names, key=lambda name: self.schema.fields[name].itemsize)
         refuse_size(len(self.t), f"field {name!r}", len(self.t) * steps * group.largest)
 
     def require_size(self, name: str, steps: int) -> None:
-        """Raise SchemaError where so many timesteps an item of a field are too many."""
+        """Raise SchemaError if `steps` timesteps of each item take more than `MAX_BATCH_BYTES`."""
         group = self.folders.groups["", name][0]
         if len(self.t) * steps * group.largest > MAX_BATCH_BYTES:
             self._refuse_fields(group, steps)
@@ -478,7 +497,7 @@ class BatchBuilder:
 
 
 def find_following(folders: Folders, anchors: Anchors) -> tuple[IntArray, Found]:
-    """(whose, the records of) the episodes that items run on into; those that are gone have a length of 0."""
+    """(items (P,), records of P episodes): the episodes that items run on into; a lost episode has the length 0."""
     following = np.empty((anchors.size, 0, 2), np.int64) if anchors.following is None else anchors.following
     item, place = np.nonzero(following[..., 1] >= 0)
     slot, serial = following[item, place].T.copy()
@@ -487,12 +506,12 @@ def find_following(folders: Folders, anchors: Anchors) -> tuple[IntArray, Found]
 
 
 def array_of(offsets: IntArray | range) -> IntArray:
-    """Offsets as an array; a range of any step."""
+    """Offsets as an array."""
     return np.arange(offsets.start, offsets.stop, offsets.step) if isinstance(offsets, range) else offsets
 
 
 def placed(parts: list[tuple[IntArray, Columns]], count: int) -> Columns:
-    """A batch of `count` items out of parts, each with the places of its items; short sequences end in zeros."""
+    """A batch of `count` items made of parts (positions of its items, columns); shorter sequences end in zeros."""
     out: Columns = {}
     for key, first in parts[0][1].items():
         shape = np.maximum.reduce([columns[key].shape[1:] for _, columns in parts]).astype(int).tolist()
