@@ -1,13 +1,13 @@
-"""Reading from many folders by address: a call of numpy for each folder takes longer than the rows that it gives.
+"""Reads from many folders by one numpy call, by memory address: a call for each folder takes longer than its few rows.
 
-Why it reads no memory but that of maps that are there:
+`Reach` knows where the arrays of all folders lie in memory. `Folders` looks records up by it, and `Gather` copies rows
+by it. It reads mapped memory only, because:
 
-- *Held.* An address is told by an array that `Held` refers to, for as long as anybody has the `Reach`, and a batch has
-  its own until it is checked. So nothing is unmapped before. Mirrors let go of the maps of their rows, so none of
-  these is read so.
-- *Compared.* Before a read, each row, slot and record number is compared with the length of the array that it is of:
-  records may be forged, and a shard that was made anew may be smaller.
-- *Fork.* A child has the same maps at the same addresses, and its own objects that refer to them.
+- *Held.* `Held` refers to each array whose address it tells, and a batch refers to its `Reach` until the batch is
+  checked, so nothing is unmapped before. Mirrors unmap their rows at any time: rows of a mirror are never read so.
+- *Compared.* Before a read, each row, slot and record number is compared with the length of its array: records may be
+  forged, and a shard that was made anew may be smaller.
+- *Fork.* A child process has the same maps at the same addresses, and its own objects that refer to them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.memory_pool import Pool
 from memmap_buffer.views.row_ranges import LARGE, RowRanges, Source
 
-WIDE = 1 << 10  # bytes of a row: wider ones are copied folder by folder, into memory that is used again
+WIDE = 1 << 10  # bytes: wider rows are copied folder by folder, into memory of the pool
 
 
 class Held(NamedTuple):
-    """Arrays of one kind, one a folder, which stay mapped as long as this is referred to.
+    """Arrays of one kind, one of each folder, which stay mapped as long as this object lives.
 
     Attributes:
-        begin: (F,) where each lies in memory.
-        length: (F,) how many items each has.
-        arrays: them.
+        begin: (F,) int64 the address of each array.
+        length: (F,) int64 the number of its items.
+        arrays: the F arrays.
     """
 
     begin: IntArray
@@ -49,33 +49,39 @@ class Held(NamedTuple):
         return cls(np.array([address_of(array) for array in arrays]), np.array([*map(len, arrays)]), arrays)
 
     def replaced(self, places: Sequence[int], arrays: Sequence[Array]) -> Held:
-        """Other arrays in the place of some, the rest as it is."""
+        """A copy with other arrays for the folders at `places`."""
         if not places:
             return self
-        begin, length, every = self.begin.copy(), self.length.copy(), [*self.arrays]
+        begin, length, all_arrays = self.begin.copy(), self.length.copy(), [*self.arrays]
         for place, array in zip(places, arrays, strict=True):
-            begin[place], length[place], every[place] = address_of(array), len(array), array
-        return Held(begin, length, every)
+            begin[place], length[place], all_arrays[place] = address_of(array), len(array), array
+        return Held(begin, length, all_arrays)
 
-    def at(self, of: IntArray, low: IntArray, high: IntArray) -> IntArray | None:
-        """(B,) where the arrays of some places begin; None where an item low … high - 1, (B, …), does not exist."""
-        length = self.length.take(of).reshape(-1, *(1,) * (low.ndim - 1))
-        return self.begin.take(of) if ((low >= 0) & (low <= high) & (high <= length)).all() else None
+    def at(self, places: IntArray, low: IntArray, high: IntArray) -> IntArray | None:
+        """(B,) the addresses of the arrays of folders; None if an item low … high - 1 of one does not exist.
+
+        Args:
+            places: (B,) which folder.
+            low, high: (B, …) items of its array.
+        """
+        length = self.length.take(places).reshape(-1, *(1,) * (low.ndim - 1))
+        return self.begin.take(places) if ((low >= 0) & (low <= high) & (high <= length)).all() else None
 
 
 class Reach:
-    """Where the arrays of many folders lie in memory, so that one call reads from all.
+    """The memory addresses of the arrays of F folders, by which one call reads from all of them.
 
-    The folders and the tables stay as they are; where one is another, another `Reach` takes its place.
+    In all methods `places` (B,) int64 are positions in `storages`: the folder of each item. The folders and the tables
+    of a `Reach` stay the same; when one of them changes, another `Reach` is made.
 
     Args:
         storages: the folders.
         tables: their episode tables.
-        before: that of earlier tables, or None.
+        before: the `Reach` of earlier tables, whose addresses are taken over; or None.
 
     Attributes:
-        usable: whether records may be read so: every folder is trusted, and none cuts its episodes back.
-        changes: (F,) the change counters of the tables.
+        usable: whether `look_up` is right: no folder has episodes to check before they are read, or cuts them back.
+        changes: (F,) uint64 the change counters of the tables.
     """
 
     def __init__(self, storages: tuple[Storage, ...], tables: tuple[EpisodeTable, ...], before: Reach | None) -> None:
@@ -94,93 +100,96 @@ class Reach:
             self.changes[again] = [tables[i].changes for i in again]
             if "_served" in vars(before):
                 self._served = before._served.replaced(again, [tables[i].served for i in again])
-            self._mirrored, self.usable = before._mirrored, before.usable  # each folder says it of itself once
+            self._mirrored, self.usable = before._mirrored, before.usable  # constant for a folder that is open
         self._records = self._hold("/episodes", lambda storage: storage.maps.words)
         self._state = self._hold("/state", lambda storage: storage.maps.state)
 
     @cached_property
     def _served(self) -> Held:
-        """The checks of the records that are shown; held, as another thread may put equal ones in their place."""
+        """`EpisodeTable.served` of each table; held, as another thread may replace the array by an equal one."""
         return Held.of([table.served for table in self.tables])
 
     @cached_property
     def _last_slot(self) -> IntArray:
+        """(F,) the last slot that both the table and the records of a folder have."""
         return np.minimum(self._served.length, self._records.length) - 1
 
     def _hold(self, name: str, array_of: Callable[[Storage], Array]) -> Held:
-        """The arrays of a name, those that were first asked for: what another thread was told stays held."""
+        """The arrays held under a name. The first that any thread made stay: another one may be reading by them."""
         arrays = self._arrays.get(name)
         return self._arrays.setdefault(name, Held.of([*map(array_of, self.storages)])) if arrays is None else arrays
 
-    def rows(self, name: str, of: IntArray, rows: IntArray) -> Array | None:
-        """Rows (B, …) of a field in the folders at some places, (B, …, *field) as stored.
+    def rows(self, name: str, places: IntArray, rows: IntArray) -> Array | None:
+        """Rows (B, …) of a field, (B, …, *field) as stored.
 
-        None where they cannot be read so, or a call for each folder is less than the bytes.
+        None: they cannot be read so, or have so many bytes that a call for each folder costs little beside the copy.
         """
         field = self.storages[0].layout.schema.fields[name]
-        begin, width = self._rows_begin(name, of, rows, rows + 1), field.itemsize
+        begin, width = self._rows_begin(name, places, rows, rows + 1), field.itemsize
         if begin is None or not 0 < width <= WIDE or rows.size * width >= LARGE:
             return None
         values = bytes_at(begin.reshape(-1, *(1,) * (rows.ndim - 1)) + width * rows, width)
         return values.view(field.storage).reshape(*rows.shape, *field.shape)
 
-    def ranges(self, name: str, of: IntArray, ranges: RowRanges, pool: Pool) -> Array | None:
-        """Likewise ranges of rows, an item each: (B, K, *field)."""
+    def ranges(self, name: str, places: IntArray, ranges: RowRanges, pool: Pool) -> Array | None:
+        """Ranges of rows of a field, one of each item, (B, K, *field) as stored; None: they cannot be read so."""
         field = self.storages[0].layout.schema.fields[name]
-        begin, size = self._rows_begin(name, of, *ranges.rows()), ranges.steps * field.itemsize
+        begin, size = self._rows_begin(name, places, *ranges.rows()), ranges.steps * field.itemsize
         if begin is None or not 0 < size <= MOST_AT:
             return None
-        there = ranges.moved(begin, field.itemsize)
-        at_once = there.cut is not None and len(of) * size < LARGE
-        pieces = bytes_at(there.cut[0], size) if at_once else None  # type: ignore[index]
-        return there.copied(Source(memory(), 1, pieces), field, pool)
+        by_bytes = ranges.moved(begin, field.itemsize)
+        at_once = by_bytes.cut is not None and len(places) * size < LARGE
+        pieces = bytes_at(by_bytes.cut[0], size) if at_once else None  # type: ignore[index]
+        return by_bytes.copied(Source(memory(), 1, pieces), field, pool)
 
-    def _rows_begin(self, name: str, of: IntArray, low: IntArray, high: IntArray) -> IntArray | None:
-        """(B,) where the rows of a field begin, if rows low … high - 1, as many an item, can be read so."""
+    def _rows_begin(self, name: str, places: IntArray, low: IntArray, high: IntArray) -> IntArray | None:
+        """(B,) the addresses of a field's rows; None if rows low … high - 1 cannot be read so.
+
+        Args: low, high: the same number of rows for each item, item by item.
+        """
         if self._mirrored:
             return None
         arrays = self._hold(name, lambda storage: storage.maps.rows[name])
-        return arrays.at(of, low.reshape(len(of), -1), high.reshape(len(of), -1))
+        return arrays.at(places, low.reshape(len(places), -1), high.reshape(len(places), -1))
 
-    def meta(self, name: str, of: IntArray, slot: IntArray) -> Array | None:
-        """Slots (B,) of a meta field in the folders at some places, as stored; None where they cannot be read so."""
+    def meta(self, name: str, places: IntArray, slot: IntArray) -> Array | None:
+        """Slots (B,) of a meta field, (B, *field) as stored; None: they cannot be read so."""
         field = self.storages[0].layout.schema.meta_fields[name]
         width = field.itemsize
         if self._mirrored or not 0 < width <= MOST_AT:
             return None
-        begin = self._hold(f"/{name}/", lambda storage: storage.maps.meta[name]).at(of, slot, slot + 1)
+        begin = self._hold(f"/{name}/", lambda storage: storage.maps.meta[name]).at(places, slot, slot + 1)
         if begin is None:
             return None
         return bytes_at(begin + width * slot, width).view(field.storage).reshape(len(slot), *field.shape)
 
-    def slots_there(self, of: IntArray, slot: IntArray) -> IntArray:
-        """(B,) the slots, or others where the folders at some places lack them: a shard made anew may be smaller."""
-        return np.asarray(np.maximum(np.minimum(slot, self._last_slot.take(of)), 0))
+    def slots_there(self, places: IntArray, slot: IntArray) -> IntArray:
+        """(B,) the slots, clipped to those that each folder has: a shard that was made anew may be smaller."""
+        return np.asarray(np.maximum(np.minimum(slot, self._last_slot.take(places)), 0))
 
-    def look_up(self, of: IntArray, anchors: Anchors) -> tuple[Anchors, BoolArray]:
-        """`Storage.look_up` in many folders: the anchors with their records; whether each is that of its episode.
+    def look_up(self, places: IntArray, anchors: Anchors) -> tuple[Anchors, BoolArray]:
+        """`Storage.look_up` in many folders.
 
-        Args:
-            of: (B,) the place of each anchor's folder.
-            anchors: of a batch.
+        Returns: the anchors with their records; (B,) whether the slot still holds the visible episode of that serial.
         """
-        slot = self.slots_there(of, anchors.slot)
-        words = bytes_at(self._records.begin.take(of) + RECORD.itemsize * slot, RECORD.itemsize)
+        slot = self.slots_there(places, anchors.slot)
+        words = bytes_at(self._records.begin.take(places) + RECORD.itemsize * slot, RECORD.itemsize)
         words = words.view(np.uint64).reshape(-1, WORDS)
-        differs = words[:, CHECK] ^ bytes_at(self._served.begin.take(of) + 8 * slot, 8).view(np.uint64)
+        differs = words[:, CHECK] ^ bytes_at(self._served.begin.take(places) + 8 * slot, 8).view(np.uint64)
         differs |= words[:, SERIAL] ^ anchors.serial.view(np.uint64)
         differs |= words[:, GENERATION] & np.uint64(1)
         return Anchors(anchors.folder, slot, *anchors[2:-1], words), differs == 0
 
-    def unchanged(self, of: IntArray) -> bool:
-        """Whether in the folders at some places nothing has changed since the tables were read."""
-        return bool((self._changes_at(self._state.begin.take(of)) == self.changes.take(of)).all())
+    def unchanged(self, places: IntArray) -> bool:
+        """Whether nothing has changed in these folders since the tables were read."""
+        return bool((self._changes_at(self._state.begin.take(places)) == self.changes.take(places)).all())
 
     def changed(self) -> list[int]:
-        """The places of the folders in which something has changed since the tables were read."""
+        """The positions of the folders in which something has changed since the tables were read."""
         places: list[int] = np.flatnonzero(self._changes_at(self._state.begin) != self.changes).tolist()
         return places
 
     @staticmethod
     def _changes_at(begin: IntArray) -> Words:
+        """The change counters in `state.npy` files that lie at these addresses."""
         return bytes_at(begin + 8 * STATE_WORD["changes"], 8).view(np.uint64)

@@ -1,4 +1,9 @@
-"""`Folders`: the folders that are read as one, their episode tables, and the records of the episodes of a batch."""
+"""`Folders`: the folders that are read as one, their episode tables, and the records of the episodes of a batch.
+
+Each buffer and each `ConcatBuffer` has one `Folders`. It reads the tables anew when a change counter has moved
+(`refresh`), and looks up the records of a batch of anchors (`find`). The `Found` that this gives keeps the batch with
+the same folders, whatever other threads do.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +28,23 @@ from memmap_buffer.views.by_address import Reach
 from memmap_buffer.views.memory_pool import Pool
 
 EVERY = slice(None)
-INDEX_BYTES = 32  # memory that it takes to find one row
+INDEX_BYTES = 32  # about the memory that the row number of one row takes, with all arrays on the way to it
 APART = (
     "'stored' is of the second, 'given' of the first; draw a batch from each and join the two, or make their columns "
     "alike by rename_field, drop_field or add_field"
 )
 COMMON = "; what they have in common is read by ConcatBuffer(…, fields={!r})"
-_TABLE = attrgetter("table")  # of many folders, in half the time
+_TABLE = attrgetter("table")  # mapped over many folders, it takes half the time of a comprehension
 
 
 class FieldGroup(NamedTuple):
-    """Fields that are read together: their rows lie at the same places of their files.
+    """Fields that are read together, as the same rows of their files are read.
 
     Attributes:
-        keys, names: of each its key in a batch, and its name.
+        keys, names: the key of each field in a batch, and its name.
         final: whether they are declared with `final`.
-        plain: whether what is stored is what a batch holds.
-        largest: bytes that a row of the largest takes in a batch, and to be found.
+        plain: whether a batch holds the values as stored; False with bfloat16 among them.
+        largest: bytes of a row of the largest field, at least `INDEX_BYTES`; for bounds of memory.
     """
 
     keys: tuple[str, ...]
@@ -50,9 +55,10 @@ class FieldGroup(NamedTuple):
 
 
 class FieldGroups(dict[tuple[str, ...], tuple[FieldGroup, ...]]):
-    """By (prefix, *names): these fields in their order, as groups of neighbours; each is `prefix` + name in a batch.
+    """(prefix, *names) -> these fields in their order, neighbours that can be read together as one group.
 
-    A dict, so that what is there is found without a call.
+    The key of each field in a batch is `prefix` + name. Entries are made when first asked for. It is a dict, so that
+    a lookup of an existing entry calls no Python function.
     """
 
     def __init__(self, fields: Mapping[str, Field]) -> None:
@@ -60,28 +66,28 @@ class FieldGroups(dict[tuple[str, ...], tuple[FieldGroup, ...]]):
         self._fields = fields
 
     def __missing__(self, key: tuple[str, ...]) -> tuple[FieldGroup, ...]:
-        fields, prefix, names = self._fields, key[0], key[1:]
-        neighbours = [(final, [*each]) for final, each in groupby(names, lambda name: fields[name].final)]
+        fields, prefix, all_names = self._fields, key[0], key[1:]
+        neighbours = [(final, [*names]) for final, names in groupby(all_names, lambda name: fields[name].final)]
         self[key] = tuple(
             FieldGroup(
-                tuple(prefix + name for name in each),
-                tuple(each),
+                tuple(prefix + name for name in names),
+                tuple(names),
                 final,
-                plain=all(fields[name].dtype != "bfloat16" for name in each),
-                largest=max(INDEX_BYTES, *(fields[name].itemsize for name in each)),
+                plain=all(fields[name].dtype != "bfloat16" for name in names),
+                largest=max(INDEX_BYTES, *(fields[name].itemsize for name in names)),
             )
-            for final, each in neighbours
+            for final, names in neighbours
         )
         return self[key]
 
 
 class Group(NamedTuple):
-    """The anchors of one folder.
+    """The anchors of a batch that point into one folder.
 
     Attributes:
         storage: the folder.
-        chosen: its anchors in the batch, `EVERY` or an index array.
-        part: its anchors as a slice of `Found.order`.
+        chosen: the positions of its anchors in the batch, an index array or `EVERY`.
+        part: the same as a slice of `Found.order`.
         changes: the change counter at which its episodes were looked up.
     """
 
@@ -95,39 +101,39 @@ class Found:
     """Anchors with the records of their episodes, and the folders that they point into.
 
     Args:
-        anchors: with their records.
-        reach: the folders.
-        of: (B,) the place in `reach` of each anchor's folder.
-        group: instead of these two, where all of them are of one folder.
-        since: the change counter of the one folder at which all of them were shown, if it is known.
+        anchors: the anchors, `words` included.
+        reach: the folders; None if `group` is given.
+        places: (B,) int64 the position in `reach` of each anchor's folder; None if `group` is given.
+        group: the one group, if all anchors are known to be of one folder.
+        since: a change counter of that folder at which it showed the episodes of all anchors; None if none is known.
 
-    Attributes: only: the folder, where it is known to be one without a look at all anchors.
+    Attributes: only: the folder of `group`, or None.
     """
 
     def __init__(
         self,
         anchors: Anchors,
         reach: Reach | None = None,
-        of: IntArray | None = None,
+        places: IntArray | None = None,
         group: Group | None = None,
         since: int | None = None,
     ) -> None:
-        self.anchors, self.reach, self.of, self._group, self.since = anchors, reach, of, group, since
+        self.anchors, self.reach, self.folder_places, self._group, self.since = anchors, reach, places, group, since
         self.only = None if group is None else group.storage
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups, one a folder, at least one."""
+        """The groups, one for each folder that is read from, at least one."""
         return self._grouped[0] if self._group is None else (self._group,)
 
     @property
     def order(self) -> IntArray | None:
-        """(B,) the anchors folder by folder; None where it is one folder."""
+        """(B,) int64 the positions of the anchors, sorted by folder; None if all are of one folder."""
         return self._grouped[1] if self._group is None else None
 
     @cached_property
     def place(self) -> IntArray:
-        """(B,) where each anchor stands in `order`."""
+        """(B,) int64 the position of each anchor in `order`."""
         assert self.order is not None
         place = np.empty_like(self.order)
         place[self.order] = np.arange(len(place))
@@ -135,34 +141,40 @@ class Found:
 
     @cached_property
     def _grouped(self) -> tuple[tuple[Group, ...], IntArray | None]:
-        reach, of = self.reach, self.of
-        assert reach is not None and of is not None
-        return grouped(reach, of)
+        reach, places = self.reach, self.folder_places
+        assert reach is not None and places is not None
+        return grouped(reach, places)
 
     def is_beside(self, other: Found) -> bool:
-        """Whether both are of the same folders: another shard may have taken the place of one between the two."""
+        """Whether both point into the same folders. Between two lookups another shard may replace one of the same name.
+
+        True where one folder is read.
+        """
         if self.reach is None or other.reach is None:
             return True
         return all(map(is_, self.reach.storages, other.reach.storages))
 
     def unchanged(self) -> BoolArray:
-        """(B,) whether each episode is still as it was looked up; true only after its rows were copied."""
+        """(B,) whether each episode is still as it was looked up. Called after the copy, it proves the copied rows."""
         _, slot, serial, *_, words = self.anchors
         generation = words[:, GENERATION]  # type: ignore[index]
-        if self.reach is not None and self.of is not None and self.reach.unchanged(self.of):
+        if self.reach is not None and self.folder_places is not None and self.reach.unchanged(self.folder_places):
             return np.asarray(generation != 0)
         order = self.order
         if order is None:
             return self.groups[0].storage.unmoved(slot, serial, generation, self.groups[0].changes)
         slot, serial, generation = slot[order], serial[order], generation[order]
-        same = [storage.unmoved(slot[p], serial[p], generation[p], changes) for storage, _, p, changes in self.groups]
+        same = [
+            storage.unmoved(slot[part], serial[part], generation[part], changes)
+            for storage, _, part, changes in self.groups
+        ]
         return np.concatenate(same).take(self.place)
 
 
-def grouped(reach: Reach, of: IntArray) -> tuple[tuple[Group, ...], IntArray | None]:
-    """The anchors of each folder, and their order, folder by folder; None where they are of one."""
-    order = np.argsort(of.astype(np.uint16 if len(reach.storages) <= 1 << 16 else np.int64), kind="stable")
-    by_folder = of[order]
+def grouped(reach: Reach, places: IntArray) -> tuple[tuple[Group, ...], IntArray | None]:
+    """(the anchors of each folder, see `Group`; `Found.order`) for anchors whose folders stand at `places` (B,)."""
+    order = np.argsort(places.astype(np.uint16 if len(reach.storages) <= 1 << 16 else np.int64), kind="stable")
+    by_folder = places[order]
     groups, start = [], 0
     for stop in [*(np.flatnonzero(by_folder[1:] != by_folder[:-1]) + 1).tolist(), len(order)]:
         place = by_folder.item(start)
@@ -177,7 +189,7 @@ def grouped(reach: Reach, of: IntArray) -> tuple[tuple[Group, ...], IntArray | N
 class Tables(NamedTuple):
     """The episode tables of some folders.
 
-    Attributes: token: `Storage.token` from before they were read.
+    Attributes: token: `Storage.token` from before they were read: as long as it stands, no table has changed.
     """
 
     token: object
@@ -186,33 +198,34 @@ class Tables(NamedTuple):
 
 
 class Folders:
-    """The folders that are read as one; they must hold the same fields, or those that are read of them.
+    """Folders that are read as one. All must have the same fields, or at least those that are read.
 
-    Texts may be of different widths, and are read as the widest.
+    Fields of text may have different widths, and are read with the widest.
 
-    The shards of a root come and go, and another may appear under an old number. So a batch looks its records up once
-    (`find`), and its rows are copied from the folders that were found then.
+    The shards of a root come and go, and another shard may appear under an old number. So a batch looks its records up
+    once (`find`), and its rows are copied from the folders that were found then.
 
     Args:
-        storages: the folders.
-        shards: the root that they are in, if more may appear there.
-        fields: the fields and meta fields that are read, those that end episodes beside them; None: all.
+        storages: the folders; empty with `shards`.
+        shards: the root (`Shards`) whose shards are read, with those that appear later; None: `storages` alone.
+        fields: the fields and meta fields that are read; fields that end episodes are added. None: all.
 
     Attributes:
-        schema: of the fields that are read.
+        schema: the schema of the fields that are read.
         storages: the folders.
-        numbers: by which anchors name the folders: shards by their names, other folders 0, 1, 2, … There are at least
-            as many as storages. Another folder may take the place of one; no folder takes another place.
+        numbers: (N,) int64 the numbers by which anchors name the folders: those in the names of shards, 0, 1, 2, … for
+            other folders. At least as many as storages, in the same order. A folder keeps its position; another folder
+            may take that over, never a second position.
         single: whether there is one folder, and never another.
-        groups: its fields as they are read together.
+        groups: the fields as they are read together.
         pool: the memory of batches.
-        coded: the fields that are compressed in some of them.
-        mirrored: whether rows of some have to be fetched before they are copied.
-        uneven: the fields of text that are narrower in some of them than in `schema`.
+        coded: the fields that are compressed in some of the folders.
+        mirrored: whether rows of some folders must be fetched before they are copied.
+        uneven: the fields of text that are narrower in some folders than in `schema`.
 
     Raises:
         SchemaMismatchError: the fields differ; the text lists how.
-        SchemaError: a buffer and a copy of it, or a field is unknown.
+        SchemaError: a buffer and a copy of it are among the folders, or a field is unknown.
     """
 
     def __init__(self, storages: Sequence[Storage], shards: Any = None, fields: Sequence[str] | None = None) -> None:
@@ -221,7 +234,7 @@ class Folders:
         by_number = dict(enumerate(storages)) if shards is None else shards.look()
         first = next(iter(by_number.values()))
         self._where, self._layout = first.where, first.layout
-        schemas = {id(each.layout.schema): each.layout.schema for each in by_number.values()}
+        schemas = {id(storage.layout.schema): storage.layout.schema for storage in by_number.values()}
         self.schema = first.layout.schema if fields is None else first.layout.schema.only(fields)
         self.schema = self.schema.as_wide_as(schemas.values())
         self._texts = [name for name, field in self.schema.all.items() if field.storage.kind == "U"]
@@ -242,16 +255,16 @@ class Folders:
         self._take_in(by_number)
 
     def renew(self) -> None:
-        """In a forked child: another thread may have been looking for shards, for as long as a request takes."""
+        """In a forked child: make a new lock. Another thread of the parent may have held it, during a slow request."""
         self._lock = threading.Lock()
 
     @classmethod
     def of_root(cls, shards: Any, fields: Sequence[str] | None = None) -> Folders:
-        """The shards of a root, those included that appear later. Raises NotABufferError where there is none yet."""
+        """The shards of a root, and those that appear there later. Raises NotABufferError: there is none yet."""
         return cls((), shards, fields)
 
     def __str__(self) -> str:
-        """Where they are."""
+        """The paths of the folders, at most two of them."""
         paths = [repr(str(storage.path)) for storage in self.storages if not storage.withdrawn]
         return ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
 
@@ -261,10 +274,10 @@ class Folders:
         return Folders.of_root, (self.shards, self._fields)
 
     def _take_in(self, storages: Mapping[int, Storage]) -> None:
-        """Read these from now on, by their numbers."""
+        """Read these folders (number -> storage) from now on, instead of those before."""
         before, places = set(self.storages), self._places[1]
         for storage in storages.values():
-            if storage in before or storage.withdrawn:  # a withdrawn one is shaped as one that was taken in
+            if storage in before or storage.withdrawn:  # a withdrawn one has the schema of a folder taken in before
                 continue
             self._take_in_fields(storage)
         self.coded = self.coded.union(*(storage.layout.coded for storage in storages.values()))
@@ -281,24 +294,27 @@ class Folders:
         if len(numbers) > len(self.numbers):
             self.numbers, places = numbers, _places(numbers)
         self._by_number, self._places = storages, (tuple(storages.values()), places)
-        self._reached = None  # which would hold the maps of a shard that was removed
+        self._reached = None  # it would keep the files of a removed shard mapped
 
     def _take_in_fields(self, storage: Storage) -> None:
-        """Raise SchemaMismatchError unless a folder has the fields that are read, its texts no wider."""
+        """Take in the widths of a folder's texts.
+
+        Raises SchemaMismatchError: the folder lacks fields that are read, or has a wider text.
+        """
         schema, ours = storage.layout.schema, self.schema.all
         lines: dict[str, str] = {}
-        if schema is not self._layout.schema:  # of another text
+        if schema is not self._layout.schema:  # schemas of one text are one object
             lines = self._layout.field_differences(storage.layout, widths=False)
         if self._fields is not None:
             lines = {name: line for name, line in lines.items() if name in ours or name in ENDS}
         for name in self._texts if not lines else ():
-            there, here = schema.all[name].storage, ours[name].storage
-            if there != here:
+            dtype, widest = schema.all[name].storage, ours[name].storage
+            if dtype != widest:
                 self.uneven |= {name}
-            if there.itemsize > here.itemsize:
-                lines[name] = f"field {name!r} is {there}, wider than {here} of those that were read first; open anew"
+            if dtype.itemsize > widest.itemsize:
+                lines[name] = f"field {name!r} is {dtype}, wider than {widest} of those that were read first; open anew"
         if lines:
-            ends = {*ENDS, *self.schema.ends}  # they come with others
+            ends = {*ENDS, *self.schema.ends}  # they are read with any fields, so a choice of fields is no remedy
             common = [name for name in ours if name not in {*lines, *ends}]
             remedy = COMMON.format(common) if common and lines.keys().isdisjoint(ends) else ""
             text = [f"{storage.where} and {self._where} have different fields:", *lines.values(), APART + remedy]
@@ -314,24 +330,24 @@ class Folders:
 
     @property
     def tables(self) -> tuple[EpisodeTable, ...]:
-        """The episode tables as last read, of folders that were found since, too; the same tuple if none is another."""
+        """The episode tables as last read, one for each of `storages`; the same tuple as long as all are the same."""
         return self._tables_of(self.storages)
 
     def _tables_of(self, storages: tuple[Storage, ...]) -> tuple[EpisodeTable, ...]:
-        """The tables of folders as they were asked for: another thread may take in more of them meanwhile."""
-        token, kept = Storage.token, self._tables
-        if kept.token is not token or kept.storages is not storages:
+        """The tables of these folders. `self.storages` may be another tuple by now: another thread takes in shards."""
+        token, current = Storage.token, self._tables
+        if current.token is not token or current.storages is not storages:
             tables = tuple(map(_TABLE, storages))
-            kept = self._tables = Tables(token, storages, kept.tables if tables == kept.tables else tables)
-        return kept.tables
+            current = self._tables = Tables(token, storages, current.tables if tables == current.tables else tables)
+        return current.tables
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The id of each folder's buffer; "" of a folder that is not there."""
+        """The id of each folder's buffer; "" for a folder that is gone."""
         return tuple(map(id_of, self.storages))
 
     def refresh(self) -> tuple[EpisodeTable, ...]:
-        """The episode tables as they are now, and those of shards that appeared; the same tuple if nothing changed."""
+        """The episode tables as of now, with new shards; the same tuple if nothing changed."""
         if self.single:
             return (self._places[0][0].refresh(),)
         with self._lock:
@@ -343,19 +359,20 @@ class Folders:
             return self._tables_of(storages)
 
     def _look(self) -> None:
-        """Read the shards that the root has now."""
+        """Take in the shards that the root has now; call it with the lock."""
         if self.shards is not None:
             storages = self.shards.look()
             if storages is not self._by_number:
                 self._take_in(storages)
 
     def _look_on(self) -> None:
-        """A look by a worker, which reads and never refreshes; a shard that was removed is whole while it is mapped.
+        """Take in the shards that the root has now, in a process that never refreshes, such as a worker of a loader.
 
-        An error is raised by the next refresh; until then the shards of before are read.
+        An error is left to the next refresh; until then the shards of before are read. A removed shard stays readable
+        as long as it is mapped.
         """
-        wanted = self.shards is not None and not self._looked  # a batch that is drawn has just done so
-        if wanted and self._lock.acquire(blocking=False):  # a worker may be forked while another thread holds it
+        wanted = self.shards is not None and not self._looked  # `refresh` has just looked, if it drew this batch
+        if wanted and self._lock.acquire(blocking=False):  # no waiting: another thread may hold it during a request
             try:
                 with suppress(MemmapBufferError, OSError):
                     self._look()
@@ -366,38 +383,39 @@ class Folders:
     # Numbers
 
     def reach(self, numbers: IntArray) -> None:
-        """Look for the shards of these numbers; one that is gone is replaced by a storage that shows no episode."""
+        """Take in the shards of these numbers (N,); a storage without episodes stands for a shard that is gone."""
         if self.shards is not None and not self._has(numbers):
             with self._lock:
                 self._take_in(self.shards.reach(np.unique(numbers).tolist()))
 
     def _has(self, numbers: IntArray) -> bool:
+        """Whether each of these numbers has a folder, or a storage that stands for one that is gone."""
         places = self._places[1]
         return int(numbers.max(initial=-1)) < len(places) and int(places.take(numbers).min(initial=0)) >= 0
 
     def places(self, numbers: IntArray) -> tuple[tuple[Storage, ...], IntArray] | None:
-        """The folders, and which of them has each number; None where there is none of a number."""
+        """(the folders, (B,) the position among them of each number); None if a number has no folder."""
         if int(numbers.min(initial=0)) < 0 or not self._has(numbers):
             return None
-        storages, places = self._places  # at least those that were looked at, as another thread may have found more
+        storages, places = self._places  # read again: another thread may have added folders; it removes none
         return storages, places.take(numbers)
 
     def numbered(self, number: int) -> Storage | None:
-        """The folder of a number, None where there never was one."""
+        """The folder of a number; None if there never was one."""
         return self._by_number.get(number)
 
     def by_number(self, tables: Sequence[EpisodeTable]) -> list[tuple[int, Storage, EpisodeTable]]:
-        """(number, folder, table) by ascending numbers; `tables` were read before folders that were found since."""
+        """(number, folder, table) by ascending numbers, for the folders that `tables` are of: the first ones."""
         return sorted(zip(self.numbers.tolist(), self.storages, tables, strict=False), key=itemgetter(0))
 
     # Records
 
     def find(self, anchors: Anchors, *, trusted: bool = True) -> Found:
-        """The anchors with the records of their episodes; looked up again in fresh tables where one is missing.
+        """Look up the records of the episodes of a batch; where one is missing, once more in fresh tables.
 
         Args:
-            anchors: of a batch.
-            trusted: first check episodes whose content is still to be checked; one that fails is missing.
+            anchors: the anchors of the batch.
+            trusted: first check episodes whose content is still to be checked; one that fails counts as gone.
 
         Returns:
             the anchors with the words of their records, zeros where an episode is gone.
@@ -413,30 +431,35 @@ class Folders:
         return records
 
     def at(self, anchors: Anchors, changes: int) -> Found:
-        """The anchors with their records, where the one folder showed all of them at a value of its change counter."""
+        """The anchors of a single folder with their records, unchecked: it showed all of them at `changes`.
+
+        `BatchBuilder.fresh` compares that change counter after the copy.
+        """
         storage = self._places[0][0]
         words = storage.maps.words.take(anchors.slot, axis=0)
         return Found(Anchors(*anchors[:-1], words), group=Group(storage, EVERY, EVERY, changes), since=changes)
 
     def _looked_up(self, anchors: Anchors, trusted: bool) -> tuple[Found, BoolArray]:
+        """(the anchors with their records, (B,) whether each slot holds its episode), by the tables as last read."""
         storages, places = self._places
         if anchors.folder is None or not anchors.size:
             words, same, changes = storages[0].look_up(anchors.slot, anchors.serial, trusted)
             return Found(Anchors(*anchors[:-1], words), group=Group(storages[0], EVERY, EVERY, changes)), same
-        of = places.take(anchors.folder)
+        folder_places = places.take(anchors.folder)
         reach = self._reach(storages, self._tables_of(storages))
         if reach.usable:
-            anchors, same = reach.look_up(of, anchors)
-            return Found(anchors, reach, of), same
-        slot, words = reach.slots_there(of, anchors.slot), np.empty((anchors.size, WORDS), np.uint64)
+            anchors, same = reach.look_up(folder_places, anchors)
+            return Found(anchors, reach, folder_places), same
+        slot, words = reach.slots_there(folder_places, anchors.slot), np.empty((anchors.size, WORDS), np.uint64)
         same = np.empty(anchors.size, np.bool_)
-        for storage, chosen, *_ in grouped(reach, of)[0]:
+        for storage, chosen, *_ in grouped(reach, folder_places)[0]:
             words[chosen], same[chosen], _ = storage.look_up(slot[chosen], anchors.serial[chosen], trusted)
-        # Not the tables of now: another thread may have read newer ones since a record was looked up.
-        return Found(Anchors(anchors.folder, slot, *anchors[2:-1], words), reach, of), same
+        # `reach` has the tables of before the lookups: by newer ones, which another thread may have read, `unchanged`
+        # would pass a record that has changed since.
+        return Found(Anchors(anchors.folder, slot, *anchors[2:-1], words), reach, folder_places), same
 
     def _reach(self, storages: tuple[Storage, ...], tables: tuple[EpisodeTable, ...]) -> Reach:
-        """The folders as of their tables now."""
+        """The `Reach` of these folders and tables; the last one, if it is of the same."""
         reach = self._reached
         if reach is None or reach.storages is not storages or reach.tables is not tables:
             reach = self._reached = Reach(storages, tables, reach)
@@ -444,12 +467,12 @@ class Folders:
 
 
 def id_of(storage: Storage) -> str:
-    """The id of a folder's buffer; "" of a folder that is not there."""
+    """The id of a folder's buffer; "" for a folder that is gone."""
     return "" if storage.withdrawn else storage.layout.id
 
 
 def _places(numbers: IntArray) -> IntArray:
-    """(N,) where each number stands in a list of them, -1 for those that do not."""
+    """(max + 1,) the position in `numbers` of each number from 0 to the highest, -1 for numbers that are not there."""
     places = np.full(numbers.max(initial=-1) + 1, -1)
     places[numbers] = np.arange(len(numbers))
     return places

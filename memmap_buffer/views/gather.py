@@ -1,7 +1,8 @@
-"""Copying the rows of a batch: of one folder or of many, fetched where they are elsewhere, decoded where compressed.
+"""The copy of the rows of a batch: from one folder or many, after fetching rows of a mirror, with decoding of blobs.
 
-A `BatchBuilder` tells which rows these are. A `Gather` copies them for one batch, and remembers what went wrong: blocks
-that a cache gave back meanwhile, rows that cannot be decoded.
+Each `BatchBuilder` has one `Gather`, and tells it which rows to copy. `Gather.copy` is the way of a whole batch,
+`Gather.copied` that of one field. A `Gather` also remembers, for `require`, what went wrong: blocks that a cache gave
+back during the copying, rows that cannot be decoded.
 """
 
 from __future__ import annotations
@@ -24,24 +25,25 @@ from memmap_buffer.views.folders import EVERY, FieldGroup, Folders, Found
 from memmap_buffer.views.memory_pool import SMALL
 from memmap_buffer.views.row_ranges import RowRanges
 
-MAX_BATCH_BYTES = 16 << 30  # a length that a stranger wrote must not take all memory
+MAX_BATCH_BYTES = 16 << 30  # bound of a field in a batch: a forged length must not take all memory
 
 
 class BFloat16Bits(np.ndarray[Any, np.dtype[np.uint16]]):
-    """uint16 that are the bits of bfloat16 numbers, so that the PyTorch layer knows."""
+    """uint16 array of the bits of bfloat16 numbers; `loading.tensors` knows them by this class."""
 
 
 class RaggedRows(list[Array]):
-    """Sequences of their own lengths, one array an item; a list that a transform makes may hold whole columns."""
+    """A ragged column: one array for each item. Any other list, such as one of a transform, may hold anything."""
 
 
 class RowGather(NamedTuple):
-    """Rows to be copied of fields that all have them at the same places.
+    """Rows that are to be copied, the same ones for all fields of a group.
 
     Attributes:
         group: the fields.
-        rows: (B,), (B, K), or ranges.
-        missing: those that do not exist, and get `padding`, as a mask of the same shape, or by number; None for none.
+        rows: (B,) or (B, K) int64, or ranges.
+        missing: the rows that do not exist, and get `padding`: a mask of the shape of `rows`, or their positions in
+            `rows` (B,); None for none, and for ranges, which know it themselves.
         padding: see `BatchBuilder.put`.
     """
 
@@ -52,7 +54,7 @@ class RowGather(NamedTuple):
 
     @property
     def mask(self) -> BoolArray | None:
-        """The missing ones as a mask."""
+        """`missing` as a mask."""
         if self.missing is None or self.missing.dtype == np.bool_:
             return self.missing  # type: ignore[return-value]
         mask = np.zeros(len(self.rows), np.bool_)  # type: ignore[arg-type]
@@ -60,7 +62,8 @@ class RowGather(NamedTuple):
         return mask
 
 
-Column: TypeAlias = Array | RowGather | RowRanges  # as it is; rows to copy, by the first key; the mask of what exists
+# A finished column; rows to copy of a group of fields, under its first key; ranges that stand for a mask (B, K).
+Column: TypeAlias = Array | RowGather | RowRanges
 Columns: TypeAlias = dict[str, Array]
 
 
@@ -69,11 +72,11 @@ class Gather:
 
     Args:
         folders: the folders that are read.
-        records: of the episodes of the items (B,).
+        records: the anchors (B,) of the items, with the records of their episodes.
 
     Attributes:
-        fetched: what was fetched for it, block by block.
-        broken: a field that cannot be decoded: its folder, its name, (B,) of which items; or None.
+        fetched: the rows that were fetched for this batch, one entry for each request.
+        broken: (folder, name of a field, (B,) the items with a row of it that cannot be decoded); None if all could be.
     """
 
     def __init__(self, folders: Folders, records: Found) -> None:
@@ -83,7 +86,10 @@ class Gather:
         self.broken: tuple[Storage, str, BoolArray] | None = None
 
     def copy(self, batch: Mapping[str, Column]) -> Columns:
-        """Copy all columns of a batch: key -> (B, …), as stored."""
+        """Copy all columns of a batch.
+
+        Returns: key -> (B, …), values as stored.
+        """
         out: Columns = {}
         only = self.records.only
         if self.folders.mirrored:
@@ -107,19 +113,19 @@ class Gather:
         return out
 
     def _copy_fields(self, out: Columns, gather: RowGather, later: dict[str, dict[str, RowGather]]) -> None:
-        """Copy the rows of several fields, but for compressed ones, which are noted for later."""
+        """Copy the rows of a group; those of compressed fields are noted in `later`, to be decoded together."""
         rows, only = gather.rows, self.records.only
         for key, name in zip(gather.group.keys, gather.group.names, strict=True):
             if name in self.folders.coded:
                 later.setdefault(name, {})[key] = gather
-                out[key] = rows  # type: ignore[assignment]  # in its place
+                out[key] = rows  # type: ignore[assignment]  # it keeps the place of the key
             elif only is not None and isinstance(rows, RowRanges):
                 out[key] = rows.copy(only, name, self._pool)
             else:
                 out[key] = self.copied(name, rows, brought=True)
 
     def _mark_missing(self, out: Columns, gather: RowGather) -> None:
-        """Fill what does not exist of rows that were copied: the nearest ones, which "edge" asks for."""
+        """Write the padding into copied rows, and mark bfloat16. With "edge" the copied rows are right: the nearest."""
         group, _, missing, padding = gather
         for key, name in zip(group.keys, group.names, strict=True):
             if name in self.folders.coded:
@@ -131,7 +137,7 @@ class Gather:
                 out[key] = marked(field, values)
 
     def _put_coded(self, out: Columns, wanted: Mapping[str, Mapping[str, RowGather]]) -> None:
-        """Decode the rows of compressed fields, by name and key."""
+        """Decode the rows of compressed fields. Args: wanted: name of the field -> key in the batch -> its rows."""
         for name, gathers in wanted.items():
             if self.folders.schema.fields[name].is_list:
                 for key, gather in gathers.items():
@@ -140,7 +146,7 @@ class Gather:
                 out |= zip(gathers, self._decoded(name, list(gathers.values())), strict=True)
 
     def _padded_lists(self, name: str, gather: RowGather) -> tuple[Array, IntArray]:
-        """The lists of some rows (B, …, L, *members), zeros behind the end of each; (B, …) how long they are."""
+        """(the lists of a field, (B, …, L, *member), zeros behind the end of each; (B, …) int64 their lengths)."""
         _, rows, *_ = gather
         field, count, lead = self.folders.schema.fields[name], self._size, rows.shape
         length = np.zeros(lead, np.int64)
@@ -157,32 +163,32 @@ class Gather:
         if length.size * longest * field.itemsize > MAX_BATCH_BYTES:
             refuse_size(self._size, f"field {name!r}", length.size * longest * field.itemsize)
         out: Array = np.zeros((*lead, longest, *field.shape[1:]), field.entries)
-        there = np.arange(longest) < length[..., None]
+        exists = np.arange(longest) < length[..., None]
         for chosen, members in groups:
             if chosen is EVERY:
-                out[there] = members
+                out[exists] = members
             else:
                 part = out[chosen]
-                part[there[chosen]] = members
+                part[exists[chosen]] = members
                 out[chosen] = part
         return out, length
 
     def _decoded(self, name: str, wanted: Sequence[RowGather]) -> list[Array]:
-        """Rows of a compressed field, each (B, …, *field): a blob that is wanted several times is decoded once."""
+        """Rows of a compressed field, (B, …, *field) for each of `wanted`; a blob in several is decoded once."""
         field, count = self.folders.schema.fields[name], self._size
         leads = [gather.rows.shape for gather in wanted]
         stops = np.cumsum([0, *map(math.prod, leads)])
         out = self._pool.empty((int(stops[-1]), *field.shape), field.storage)
         for storage, chosen, *_ in self.records.groups:
-            of = np.concatenate([self._rows_in_file(storage, name, chosen, gather) for gather in wanted])
+            stored_rows = np.concatenate([self._rows_in_file(storage, name, chosen, gather) for gather in wanted])
             place = np.arange(len(out))
             if self.records.order is not None:
                 parts = [place[start:stop].reshape(count, -1) for start, stop in pairwise(stops.tolist())]
                 place = np.concatenate([part[chosen].ravel() for part in parts])
             if name not in storage.maps.coded:
-                out[place] = of
+                out[place] = stored_rows
                 continue
-            bad = storage.maps.coded[name].decode_into(of, out, place)
+            bad = storage.maps.coded[name].decode_into(stored_rows, out, place)
             if len(bad):
                 starts = stops[np.searchsorted(stops, place[bad], side="right") - 1]
                 per_item = np.diff(stops)[np.searchsorted(stops, place[bad], side="right") - 1] // count
@@ -193,9 +199,9 @@ class Gather:
         return [marked(field, part.reshape(*lead, *field.shape)) for lead, part in zip(leads, parts, strict=True)]
 
     def _rows_in_file(self, storage: Storage, name: str, chosen: Any, gather: RowGather) -> Array:
-        """The rows of some items (n, …) in the file of a field of one folder, with its padding, one behind the other.
+        """The rows of the `chosen` items, padded, as they stand in the file of a field of one folder: (N, *in_file).
 
-        Of a compressed field they are its index.
+        For a compressed field, rows of its index.
         """
         rows, missing, padding = gather.rows, gather.mask, gather.padding
         field = storage.layout.schema.fields[name].in_file
@@ -207,7 +213,7 @@ class Gather:
         return values.reshape(-1, *field.shape)
 
     def _bring(self, columns: Iterable[Column]) -> None:
-        """Have rows fetched that are about to be copied; a folder that is there whole is asked for none."""
+        """Fetch the rows that are about to be copied, for folders of which not all rows are there."""
         wanted: list[tuple[Storage, list[Rows]]] = []
         for storage, chosen, *_ in self.records.groups:
             if storage.mirror is None:
@@ -222,9 +228,9 @@ class Gather:
             self.fetched.append(source.bring(wanted))
 
     def copied(self, name: str, rows: IntArray | RowRanges, *, brought: bool = False) -> Array:
-        """Rows of a field: (B, …, *field).
+        """Copy rows of one field: (B, …, *field).
 
-        Args: brought: they were fetched, where they are elsewhere.
+        Args: brought: the rows were fetched already, if the folder is a mirror.
         """
         if self.folders.mirrored and not brought:
             self._bring([RowGather(self.folders.groups["", name][0], rows)])
@@ -246,13 +252,18 @@ class Gather:
         return stored.take(rows, 0, out, "clip")
 
     def _copied_by_address(self, name: str, rows: IntArray | RowRanges) -> Array | None:
-        """Rows of a field of many folders by one call; None where that cannot be."""
-        reach, of = self.records.reach, self.records.of
-        if reach is None or of is None or name in self.folders.uneven:
+        """Rows of a field of many folders by one call; None if they cannot be read so, see `Reach`."""
+        reach, places = self.records.reach, self.records.folder_places
+        if reach is None or places is None or name in self.folders.uneven:
             return None
-        return reach.ranges(name, of, rows, self._pool) if isinstance(rows, RowRanges) else reach.rows(name, of, rows)
+        return (
+            reach.ranges(name, places, rows, self._pool)
+            if isinstance(rows, RowRanges)
+            else reach.rows(name, places, rows)
+        )
 
     def _copied_by_folder(self, name: str, rows: IntArray | RowRanges) -> Array:
+        """Rows of a field by a call for each folder."""
         order, field = self.records.order, self.folders.schema.fields[name]
         rows = rows if order is None else rows[order]
         by_folder = self._pool.empty((*rows.shape, *field.shape), field.storage)
@@ -269,12 +280,12 @@ class Gather:
         return by_folder.take(self.records.place, 0, out, "clip")
 
     def meta(self, name: str) -> Array:
-        """A meta field of each item's episode, as stored: (B, *field)."""
+        """A meta field of the episode of each item, as stored: (B, *field)."""
         slot, field = self.records.anchors.slot, self.folders.schema.meta_fields[name]
-        reach, of = self.records.reach, self.records.of
+        reach, places = self.records.reach, self.records.folder_places
         values = None
-        if reach is not None and of is not None and name not in self.folders.uneven:
-            values = reach.meta(name, of, slot)
+        if reach is not None and places is not None and name not in self.folders.uneven:
+            values = reach.meta(name, places, slot)
         if values is not None:
             return marked(field, values)
         groups = self.records.groups
@@ -284,7 +295,7 @@ class Gather:
         return marked(field, out)
 
     def rows_of(self, columns: Iterable[Column], chosen: Any) -> list[Rows]:
-        """The rows that `copy` reads of columns for some items, item by item."""
+        """The rows that `copy` reads of these columns for the `chosen` items, as ranges low … high - 1."""
         out = []
         for column in columns:
             if type(column) is RowGather:
@@ -296,34 +307,34 @@ class Gather:
         return out
 
     def require(self, same: BoolArray) -> None:
-        """Take from `same` (B,), whether the episodes of items are as they were, what was copied wrongly all the same.
+        """Set `same` (B,), whether each item's episode is unchanged, to False for items that must be read again anyway.
 
         Raises:
-            CorruptBufferError: an episode that is as it was cannot be decoded.
+            CorruptBufferError: an unchanged episode cannot be decoded, and fetching its rows again does not help.
         """
         if not self._stayed():
             same[:] = False  # a block was given back before its rows were copied
-        if self.broken is not None:  # while it was copied it may have been overwritten
+        if self.broken is not None:  # an error only if the episode is unchanged: else it was overwritten meanwhile
             storage, name, items = self.broken
             slots = self.records.anchors.slot[items]
             if (same & items).any() and (storage.mend(name, slots) or not self._stayed()):
-                same[items] = False  # this process mended them, or another one did
+                same[items] = False  # this process fetched the rows again, or another one did
             if (same & items).any():
                 serial = int(self.records.anchors.serial[same & items][0])
                 raise storage.damaged_blob(name, f"episode {serial} has a timestep that cannot be decoded")
 
     def _stayed(self) -> bool:
-        """Whether all blocks that were fetched have been there ever since."""
+        """Whether all rows that were fetched have been there ever since."""
         return all(rows.unchanged() for rows in self.fetched)
 
 
 def marked(field: Field, values: Array) -> Array:
-    """The values of a field, marked as bfloat16 where they are."""
+    """The stored values of a field, as `BFloat16Bits` if it is bfloat16."""
     return values.view(BFloat16Bits) if field.dtype == "bfloat16" else values
 
 
 def refuse_size(items: int, what: str, size: int) -> NoReturn:
-    """Raise SchemaError: something takes too many bytes in a batch."""
+    """Raise SchemaError: `what` takes too many bytes, `size`, in a batch of `items`."""
     raise SchemaError(
         f"{what}: a batch of {items} items takes {size / 2**30:.1f} GiB, more than {MAX_BATCH_BYTES >> 30}; lower "
         "batch_size, leave it out, or cut windows"
