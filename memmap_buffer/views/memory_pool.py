@@ -1,8 +1,8 @@
-"""Memory for batches: given out as arrays, and given out again once nothing refers to one any more.
+"""`Pool`: memory for batches that is used again once nothing refers to the earlier batch any more.
 
-Fresh memory costs a page fault for every 4 KB that is written first; an image batch of 6 MB pays more for that than for
-its copy. What is lent is known by its death alone: every view of an array (numpy's, and tensors' by way of those) keeps
-the memoryview alive that the array is over; when that is gone, the memory comes back.
+Fresh memory costs a page fault for every 4 KB that is written first: for an image batch of 6 MB that takes longer than
+the copy itself. A user never gives an array back. Each array that `Pool.empty` returns lies over a memoryview of its
+own, which all views of the array (and tensors over them) keep alive; a weak reference tells when it has died.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import numpy.typing as npt
 
 from memmap_buffer.dtypes import Array
 
-SMALL = 1 << 15  # below it malloc keeps its pages by itself
-KEEP = 32 << 20
-ALIGN = 64
+SMALL = 1 << 15  # bytes: smaller arrays are fresh ones, as malloc keeps their pages by itself
+KEEP = 32 << 20  # bytes
+ALIGN = 64  # bytes: a line of the CPU's cache
 Buffer = npt.NDArray[np.uint8]
 
 
 def array_over(memory: Buffer, dtype: npt.DTypeLike, count: int) -> Array:
-    """An array (count,) over memory of somebody's; its `base` dies with the last view of it, and not before.
+    """An array (count,) over memory of the caller; its `base` lives exactly as long as the array and its views.
 
-    Numpy cuts a chain of views short at an array, but not at a buffer of another kind, to which the array that it makes
-    of one refers by a memoryview of its own.
+    The `base` of a view is the array that owns the memory, so a view between these two may die early. The `base` of an
+    array over a memoryview is a memoryview, which all views of the array share.
 
     Args:
-        memory: (n,) and aligned, n bytes at least those of the array.
+        memory: (n,) bytes, aligned, at least as many as the array has.
     """
     return np.frombuffer(memoryview(memory), dtype, count)  # type: ignore[arg-type]  # see `checksums.crc32`
 
@@ -39,11 +39,11 @@ def array_over(memory: Buffer, dtype: npt.DTypeLike, count: int) -> Array:
 class Pool:
     """Arrays over memory that is used again.
 
-    What lies unused is at most as much as is in use, or `keep` bytes if that is more: a loop that drops each batch for
-    the next one finds its memory again, and what was hoarded once is given back.
+    The unused memory is at most as much as the memory in use, or `keep` bytes if that is more: a loop that drops each
+    batch for the next one gets the same memory again, and after a peak the memory goes back to the system.
 
-    It may be called from any thread. Where two meet, one of them gets fresh memory instead of waiting: so neither a
-    garbage collection in the middle nor a fork can lock it.
+    Any thread may call it. No thread waits for the lock: if another one holds it, `empty` returns fresh memory. So
+    neither a garbage collection in the middle of a call nor a fork can lead to a deadlock.
 
     Args:
         keep: bytes that may lie unused in any case.
@@ -52,10 +52,10 @@ class Pool:
     def __init__(self, keep: int = KEEP) -> None:
         self._keep = keep
         self._lock = threading.Lock()
-        self._loans: dict[int, tuple[weakref.ref[Any], Buffer]] = {}
+        self._loans: dict[int, tuple[weakref.ref[Any], Buffer]] = {}  # by the id of the weak reference
         self._free: list[Buffer] = []  # the longest unused first
-        self._deaths: deque[weakref.ref[Any]] = deque()  # of what has come back, and is not yet counted
-        self._lent = self._unused = 0
+        self._deaths: deque[weakref.ref[Any]] = deque()  # dead loans that `_count_dead` has not seen yet
+        self._lent = self._unused = 0  # bytes
 
     @property
     def lent(self) -> int:
@@ -65,17 +65,12 @@ class Pool:
 
     @property
     def unused(self) -> int:
-        """Bytes that lie ready to be used again."""
+        """Bytes that are free to be used again."""
         self._settle()
         return self._unused
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """An array of any content, writable and contiguous, that shares memory with nothing that is in use.
-
-        Args:
-            shape: its shape.
-            dtype: its dtype.
-        """
+        """An array of arbitrary content, writable and C-contiguous, that shares memory with no array in use."""
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALL or not self._lock.acquire(blocking=False):
@@ -86,13 +81,17 @@ class Pool:
         finally:
             self._lock.release()
         array = array_over(buffer, dtype, nbytes // dtype.itemsize)
-        # No line of Python runs at a death, in which Ctrl-C would be lost, unless much memory must be given back then.
+        # The callback of a weak reference swallows a KeyboardInterrupt. So it is `deque.append`, which runs no line of
+        # Python, unless so much memory is in use that it must be given back at once.
         death = weakref.ref(array.base, self._deaths.append if self._lent <= self._keep else self._come_back)
         self._loans[id(death)] = death, buffer
         return array.reshape(shape)
 
     def _take(self, nbytes: int) -> Buffer:
-        """The latest that came back (it is the likeliest to be in a cache) of this size or little more, or fresh."""
+        """A free buffer of this size or up to a quarter more, else a fresh one.
+
+        The one that was used last comes first: it is the likeliest to be in the CPU's cache.
+        """
         for i in reversed(range(len(self._free))):
             if nbytes <= self._free[i].nbytes <= 1.25 * nbytes:
                 buffer = self._free.pop(i)
@@ -104,10 +103,12 @@ class Pool:
         return buffer
 
     def _come_back(self, death: weakref.ref[Any]) -> None:
+        """Take the memory of a dead array back at once, see `empty`."""
         self._deaths.append(death)
         self._settle()
 
     def _settle(self) -> None:
+        """Count the dead loans, unless another thread holds the lock: it may not be waited for."""
         if self._lock.acquire(blocking=False):
             try:
                 self._count_dead()
@@ -115,9 +116,10 @@ class Pool:
                 self._lock.release()
 
     def _count_dead(self) -> None:
+        """Move the buffers of dead arrays to the free ones, and drop those that are too many; with the lock."""
         while self._deaths:
             _, buffer = self._loans.pop(id(self._deaths.popleft()), (None, None))
-            if buffer is None:  # it was interrupted before it was lent
+            if buffer is None:  # an interruption of `empty` came before it noted the loan
                 continue
             self._free.append(buffer)
             self._lent -= buffer.nbytes
@@ -127,12 +129,13 @@ class Pool:
 
 
 def _rounded(nbytes: int) -> int:
-    """A size at most an eighth larger, so that batches of nearly equal length share."""
+    """`nbytes` rounded up by at most an eighth, so that batches of nearly equal size use the same buffers."""
     step = 1 << max(nbytes.bit_length() - 4, 6)
     return -(-nbytes // step) * step
 
 
 def _aligned(nbytes: int) -> Buffer:
+    """Fresh memory (nbytes,) at a multiple of `ALIGN`."""
     memory = np.empty(nbytes + ALIGN, np.uint8)
     start = -memory.ctypes.data % ALIGN
     return memory[start : start + nbytes]
