@@ -1,4 +1,7 @@
-"""`NStep`: transitions over n steps, with returns and stacked frames."""
+"""`NStep`, the view of transitions over n steps, with returns and stacked frames; and n-step returns for `Window`.
+
+The formulas of the returns are in `transforms.n_step_return`; here are the rows that they need.
+"""
 
 from __future__ import annotations
 
@@ -18,43 +21,43 @@ from memmap_buffer.views.batch_builder import BatchBuilder, Ends
 from memmap_buffer.views.transforms import n_step_return
 from memmap_buffer.views.view import Names, View, named
 
-FLAGS = ("done", "terminal")  # what others call it
+FLAGS = ("done", "terminal")  # usual names of a field that means `terminated`, for the text of an error
 
 
 @dataclass(frozen=True)
 class NStep(View):
     """Transitions over n steps: the fields at t, the rewards until t + k, and the fields at t + k.
 
-    k = min(n, length - t) where the episode has its final observation or terminated, else
-    min(n, length - t - 1); a step with k = 0 has no successor and is not served. So with either, the last step and
-    its reward are always reached. A successor that does not exist is zeros.
+    k = min(n, length - t) if the episode has its final observation or terminated, so that its last step and reward are
+    reached, else min(n, length - t - 1). A step with k = 0 has no successor and is not served. A successor that does
+    not exist is zeros.
 
     A batch: current fields (B, *field), `next_` (B, *field), `seq_` (B, n, *field) zero from k on, `n_step_lens` (B,)
-    int64; with `gamma` also `_return`, of the reward's shape, and `_discount`, which broadcasts with it: (B,), or
-    (B, 1) for rewards of shape (1,); see `transforms.n_step_return`. Stacked fields are (B, S, *field), those of
-    t - S + 1 … t, and `next_` those of t + k - S + 1 … t + k.
+    int64 k; with `gamma` also `_return`, of the reward's shape, and `_discount`, which broadcasts with it: (B,), or
+    (B, 1) for rewards of shape (1,); see `transforms.n_step_return`. A stacked field is (B, S, *field), of timesteps
+    t - S + 1 … t, and its `next_` of t + k - S + 1 … t + k.
 
     Args:
         n: the most steps.
-        current_fields: the fields at t; default all but those that are called as a successor is, such as a stored
-            `next_state` beside that of `state`.
+        current_fields: the fields at t; default: all, but a stored field `next_state`, say, gives way to the successor
+            of `state`.
         next_fields: the fields at t + k; default all.
         sequence_fields: the fields at t … t + k - 1; default none.
         gamma: γ; None leaves return and discount out.
         discount: with `gamma`, the field of a discount d of every step, as dm_env gives it: R = Σ_{i<k} γ^i (Π_{j<i}
-            d_{t+j}) r_{t+i}, and `_discount` = γ^k Π_{j<k} d_{t+j}. One number, or of the reward's shape. Then no field
-            need say what terminated, as a d of 0 does; the last step is served where there is a final observation.
+            d_{t+j}) r_{t+i}, and `_discount` = γ^k Π_{j<k} d_{t+j}. One number, or of the reward's shape. Then
+            `terminated` is not needed, as d = 0 says the same; the last step is served if its final observation is
+            stored.
         reward: the field of the rewards.
         terminated: the field that is true where nothing follows; default: the one that the buffer declared. None:
             nothing terminates, so every discount is γ^k.
-        stack: field -> S, how many timesteps stand for one, the latest last.
+        stack: field -> S: the last S timesteps stand for one, the latest last.
         padding: the values of stacked timesteps before the episode: "zero", "edge" (the first step) or "default".
-        timeline: `next_` is every timestep until t + k: (B, n, *field), of t + 1 … t + k and zero behind.
-        boundary: "pad": an item at every step that has a successor; "drop": only at those from which all n steps lie in
-            the episode, so that k = n; of one that was cut short by a time limit, those whose n-th successor exists.
+        timeline: `next_` has every timestep until t + k: (B, n, *field), of t + 1 … t + k, zeros behind.
+        boundary: "pad": an item at every step that has a successor; "drop": only where k = n.
 
     Raises:
-        SchemaError: a value that is not one of these.
+        SchemaError: a value that is not allowed.
     """
 
     n: int
@@ -134,7 +137,7 @@ class NStep(View):
         return episodes.replaced(count=count if self.boundary == "pad" else np.maximum(count - (self.n - 1), 0))
 
     def plan(self, schema: Schema) -> tuple[tuple[str, ...], ...]:
-        """The fields at t, at t + k, and from t to t + k - 1."""
+        """(the fields at t, the fields at t + k, the fields at t … t + k - 1)."""
         return *self.names(schema), named(schema, self.sequence_fields, "sequence_fields")
 
     def cut(self, builder: BatchBuilder) -> None:
@@ -157,7 +160,8 @@ class NStep(View):
             self._put_return(builder, k, successor)
 
     def _put_return(self, builder: BatchBuilder, k: IntArray, successor: IntArray) -> None:
-        over = successor == builder.length
+        """Put `_return` and `_discount`. Args: k, successor: (B,) the number of rewards, and t + k."""
+        ended = successor == builder.length
         if self.n == 1:
             rewards = builder.look_at(self.reward, builder.t)[:, None]
         else:
@@ -165,14 +169,14 @@ class NStep(View):
         discounts = None
         if self.discount is not None:
             discounts = look_discounts(builder, self.discount, range(self.n), successor, rewards)
-        if TRUE in over.tobytes():
-            last = over.nonzero()[0]
-            over[last] = builder.terminated.take(last) | ~builder.has_final.take(last)
-        returns = n_step_return(rewards, k, over, self.gamma or 0.0, discounts)
+        if TRUE in ended.tobytes():
+            last = ended.nonzero()[0]
+            ended[last] = builder.terminated.take(last) | ~builder.has_final.take(last)
+        returns = n_step_return(rewards, k, ended, self.gamma or 0.0, discounts)
         builder.batch["_return"], builder.batch["_discount"] = returns
 
     def _put_stacked(self, builder: BatchBuilder, names: tuple[str, ...], t: IntArray, prefix: str = "") -> None:
-        """Put fields at t (B,), with the timesteps before it where they are stacked."""
+        """Put fields at t (B,), stacked fields with the timesteps before t."""
         require = builder.schema.require
         stacks = {name: size for group, size in dict(self.stack).items() for name in require([group], "stack")}
         builder.put_at([name for name in names if name not in stacks], t, prefix=prefix)
@@ -183,7 +187,7 @@ class NStep(View):
 
 
 def require_returns(schema: Schema, reward: str, terminated: str | None, discount: str | None) -> None:
-    """Raise SchemaError where the fields that returns are computed from are not there, or not of a shape for it."""
+    """Raise SchemaError: a field that returns need is not declared, or the discount has a wrong shape or dtype."""
     schema.require([reward], "reward", schema.fields)
     if discount is None:
         require_terminated(schema, terminated)
@@ -199,13 +203,13 @@ def require_returns(schema: Schema, reward: str, terminated: str | None, discoun
 
 
 def look_discounts(builder: BatchBuilder, name: str, offsets: range, limit: IntArray, rewards: Array) -> Array:
-    """The discounts of steps (B, K, …), with as many axes as the rewards."""
+    """The discounts at `t + offsets`, (B, K, …), with as many axes as `rewards` (B, K, …)."""
     values = builder.look(name, offsets, limit=limit)
     return values if values.shape == rewards.shape else values.reshape(*values.shape[:2], *[1] * (rewards.ndim - 2))
 
 
 def require_terminated(schema: Schema, terminated: str | None) -> None:
-    """Raise SchemaError where nothing was said of how episodes end: the last reward would be lost in silence."""
+    """Raise SchemaError: no field tells how episodes terminate, so their last rewards would be lost in silence."""
     if terminated == DECLARED and schema.terminated is None and schema.declared_ends["terminated"] is not None:
         of_agents = [name for name in schema.fields if name.split(".")[0] == "terminated"]
         if of_agents:
@@ -226,9 +230,10 @@ def require_terminated(schema: Schema, terminated: str | None) -> None:
 def step_returns(
     builder: BatchBuilder, steps: range, n: int, gamma: float, reward: str, discount: str | None
 ) -> dict[str, Array]:
-    """The returns of n steps from each of `t + steps` on: `n_step_lens`, `_return` and `_discount`, all (B, K, …).
+    """The returns of n steps from each of the K timesteps `t + steps` on, with the values that `NStep` gives there.
 
-    As `NStep` gives them for a step by itself; 0 where a step has no successor, or does not exist.
+    Returns: `n_step_lens` (B, K), `_return` and `_discount` (B, K, …); 0 where a step has no successor, or does not
+        exist.
     """
     t = builder.t[:, None] + np.arange(steps.start, steps.stop)
     rest = builder.length[:, None] - t - ~builder.goes_on[:, None]
@@ -240,23 +245,23 @@ def step_returns(
         discounts = _each_n(look_discounts(builder, discount, reached, builder.length, rewards), n)
     last = t + k == builder.length[:, None]
     ended = (builder.terminated | ~builder.has_final)[:, None] & last | (k == 0)
-    returns, following = n_step_return(_each_n(rewards, n), k.ravel(), ended.ravel(), gamma, discounts)
+    returns, discount_of_returns = n_step_return(_each_n(rewards, n), k.ravel(), ended.ravel(), gamma, discounts)
     returns[k.ravel() == 0] = 0
     return {
         "n_step_lens": k,
         "_return": returns.reshape(*k.shape, *returns.shape[1:]),
-        "_discount": following.reshape(*k.shape, *following.shape[1:]),
+        "_discount": discount_of_returns.reshape(*k.shape, *discount_of_returns.shape[1:]),
     }
 
 
 def _each_n(values: Array, n: int) -> Array:
-    """The n values from each step on, (B K, n, …), of (B, K + n - 1, …)."""
+    """The n values from each of K steps on, (B * K, n, …), of `values` (B, K + n - 1, …)."""
     windows = np.moveaxis(np.lib.stride_tricks.sliding_window_view(values, n, axis=1), -1, 2)
     return windows.reshape(-1, *windows.shape[2:])
 
 
 @lru_cache(maxsize=64)
 def _without_successors(names: tuple[str, ...], following: tuple[str, ...]) -> tuple[str, ...]:
-    """The fields at t where all are wanted: one that is called as the successor of another gives way to it."""
+    """The default fields at t: `names` without those that are also the `next_` key of a field of `following`."""
     taken = {f"next_{name}" for name in following}
     return tuple(name for name in names if name not in taken)
