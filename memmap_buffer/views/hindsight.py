@@ -1,8 +1,9 @@
-"""`Hindsight`: which goals items are given instead of their own, and the rewards that follow from them.
+"""`Hindsight`, the option that gives items other goals, and `HindsightBuilder`, the `BatchBuilder` that carries it out.
 
-The goals are rows of other timesteps of the same episodes, read in the same batch: so the check after the copy covers
-them too. With the strategy "random" they are of other items of the same batch, which is read again as a whole where one
-of them is gone.
+Read `HindsightBuilder.__init__` first: it chooses the goals; the `put` and `look` methods then replace the goal and the
+reward wherever a view asks for them. The goals are rows of the same episodes, read in the same batch, so
+`BatchBuilder.fresh` covers them. With the strategy "random" they are of other items: if the episode of one item is
+gone, the whole batch is read again.
 """
 
 from __future__ import annotations
@@ -28,32 +29,34 @@ from memmap_buffer.views.gather import marked
 class Hindsight:
     """Give items a goal that was achieved later, and the rewards that they would have had for it.
 
-    Step t of an episode leads to what was achieved at t + 1, so goals are taken from timesteps after a step, and the
-    reward of step t is that of the achieved goal at t + 1; the observation after the last action counts, where it was
-    stored (`final`). An item has one goal: it replaces the field `goal` wherever the item has it, `next_` and `seq_`
-    too, and the field `reward`, with the returns that are made of it. All else stays, also how an episode ended. Of an
-    episode without the final achieved goal, what reaches its last step is left as it is.
+    Step t of an episode leads to the achieved goal at t + 1. So new goals are taken from timesteps after a step, and
+    the reward of step t is computed from the achieved goal at t + 1; the final observation counts, if it was stored
+    (`final`). An item has one new goal: it replaces the field `goal` wherever the item has it, in `next_` and `seq_`,
+    too; the rewards for it replace the field `reward`, and returns are made of these. All other fields stay, also those
+    that tell how an episode ended. An item that reaches the last step of an episode without a final achieved goal is
+    left as it is.
 
-    A batch gains `_goal` (B, 2) int64: (serial, t) of the achieved goal, -1 where the item kept its own; of a
-    ConcatBuffer (B, 3). What else was there is `next_` of (serial, t - 1) by `batch` with n_steps=1. The same seed
-    chooses the same.
+    A batch gains `_goal` (B, 2) int64: (serial, t) at which the new goal was achieved, -1 for items that kept their
+    own; with a ConcatBuffer (B, 3), the number of the folder first. To read the other fields of that moment, take
+    `next_` of (serial, t - 1) by `batch` with n_steps=1. The same seed chooses the same goals.
 
     Args:
         reward_fn: called with arrays: achieved goals (N, *goal), goals (N, *goal) and a dict of the fields `info`,
-            name -> (N, *field), of the steps; gives (N, *reward). `env.unwrapped.compute_reward` of a goal environment
-            is one. To be sent to workers that are spawned it must pickle.
+            name -> (N, *field), of the steps; returns the rewards (N, *reward). `env.unwrapped.compute_reward` of a
+            goal environment is such a function. It must pickle, if workers are spawned.
         goal: the field, or meta field, that holds the goal.
-        achieved: the field of what was achieved, of the same shape and dtype.
+        achieved: the field of the achieved goal, of the same shape and dtype.
         reward: the field of the reward.
-        strategy: the timestep that the goal was achieved at, of an item from step t on, in an episode whose last entry
-            is T: "future": t + 1 … T, each alike; "geometric": of these, d steps on with P ∝ gamma^d; "final": T;
-            "episode": 1 … T; "random": the one after the step of another item of the batch, of which there must be one.
-        prob: the probability that an item is given another goal.
+        strategy: the timestep at which the goal of an item with anchor t was achieved, in an episode whose last entry
+            is T: "future": t + 1 … T, with equal probability; "geometric": t + d with P ∝ gamma^d; "final": T;
+            "episode": 1 … T, with equal probability; "random": the timestep after the anchor of another item of the
+            batch, which must have at least two.
+        prob: the probability that an item gets a new goal.
         gamma: γ of "geometric", 0 < γ < 1.
         info: fields for `reward_fn`.
 
     Raises:
-        SchemaError: a value that is not one of these.
+        SchemaError: a value that is not allowed.
 
     Source: Andrychowicz et al. 2017, "Hindsight Experience Replay", sections 3 and 4.5; "geometric": Eysenbach et al.
         2022, "Contrastive Learning as Goal-Conditioned Reinforcement Learning".
@@ -81,7 +84,7 @@ class Hindsight:
             raise SchemaError(f"gamma: got {self.gamma!r}, expected a number between 0 and 1, and neither of them")
 
     def check(self, schema: Schema) -> None:
-        """Raise SchemaError for fields that were not declared, or that cannot stand for one another."""
+        """Raise SchemaError: a field is not declared, or an achieved goal has not the shape and dtype of a goal."""
         for where in ("goal", "achieved", "reward"):
             fields = schema.all if where == "goal" else schema.fields
             if getattr(self, where) not in fields:
@@ -98,15 +101,15 @@ class Hindsight:
 
 
 class HindsightBuilder(BatchBuilder):
-    """A batch of items with goals that were achieved.
+    """The builder of a batch whose items get achieved goals.
 
     Args:
         folders: the folders that are read.
-        records: of the timesteps (B,) at which items are cut, each with its chance.
+        records: the anchors (B,) of the items, with `chance`, and the records of their episodes.
         ends: how episodes end for the view.
-        how: how goals are chosen.
-        reach: how many timesteps from its anchor on an item may have rewards of.
-        plan: what the view found before.
+        how: the option: how goals are chosen.
+        reach: the most timesteps from its anchor on of which an item has rewards.
+        plan: the result of `View.plan`.
     """
 
     def __init__(
@@ -114,9 +117,9 @@ class HindsightBuilder(BatchBuilder):
     ) -> None:
         super().__init__(folders, records, ends, plan)
         self._how = how
-        whole = (self._entries > self.length) | (self.t + reach < self.length)
-        item, t, there = self._drawn()
-        self._chosen = (self.anchors.uniform(1) < how.prob) & whole & there
+        can_change = (self._entries > self.length) | (self.t + reach < self.length)
+        item, t, has_goal = self._drawn()
+        self._chosen = (self.anchors.uniform(1) < how.prob) & can_change & has_goal
         self._goal = self._rows_of(how.achieved, item, t)
         columns = [self.anchors.serial[item], t + np.broadcast_to(self.begin, t.shape)[item]]
         columns = columns if self.anchors.folder is None else [self.anchors.folder[item], *columns]
@@ -124,11 +127,11 @@ class HindsightBuilder(BatchBuilder):
 
     @property
     def _entries(self) -> IntArray:
-        """(B,) how many goals each item's episode achieved."""
+        """(B,) the number of achieved goals in the episode of each item."""
         return self.limit(self.schema.fields[self._how.achieved].final)
 
     def _drawn(self) -> tuple[IntArray, IntArray, BoolArray]:
-        """(of which item's episode, at which timestep, whether there is one) the goal of each item was achieved."""
+        """(the item whose episode gives the goal, the timestep in it, whether there is such a timestep), all (B,)."""
         how, u, now, last = self._how, self.anchors.uniform(2), np.maximum(self.t, 0), self._entries - 1
         item, rest = np.arange(len(u)), np.maximum(last - now, 1)
         if how.strategy == "random":
@@ -151,7 +154,7 @@ class HindsightBuilder(BatchBuilder):
                 super().put_at([name], t, prefix=prefix)
                 continue
             limit = self.limit(self.schema.fields[name].final)
-            # A new goal is that of what follows too, whether or not an observation was stored there.
+            # A new goal holds for the successor, too, whether or not an observation was stored there.
             exists = (t >= 0) & ((t < limit) | (self._chosen & (name == self._how.goal)))
             self.batch[prefix + name] = self._relabelled(name, np.clip(t, 0, limit - 1), exists)
 
@@ -191,18 +194,21 @@ class HindsightBuilder(BatchBuilder):
             self.batch[name] = values
 
     def _changes(self, name: str) -> bool:
-        """Whether a new goal, if any item has one, changes a field."""
+        """Whether the field is changed by new goals, and an item has one."""
         return name in (self._how.goal, self._how.reward) and bool(self._chosen.any())
 
     def _with_goals_around(self, name: str, offsets: IntArray | range, limit: IntArray | None, padding: str) -> Array:
-        """A field at `t + offsets`: (B, K, *field)."""
+        """A changed field at `t + offsets`, as stored, padded: (B, K, *field)."""
         steps = self.t[:, None] + array_of(offsets)
-        below = (self.limit(self.schema.fields[name].final) if limit is None else limit)[:, None]
-        nearest = np.clip(steps, 0, below - 1)
+        limits = (self.limit(self.schema.fields[name].final) if limit is None else limit)[:, None]
+        nearest = np.clip(steps, 0, limits - 1)
         return self._relabelled(name, nearest, (nearest == steps) | (padding == "edge"), padding)
 
     def _relabelled(self, name: str, t: IntArray, exists: BoolArray, padding: str = "zero") -> Array:
-        """A field at timesteps t, (B,) or (B, K), with its items' goals or the rewards for them."""
+        """A changed field at timesteps t, (B,) or (B, K): the new goals, or the rewards for them.
+
+        Args: exists: which of `t` exist, of the same shape; the others get the padding.
+        """
         item = np.broadcast_to(np.arange(len(t)).reshape(-1, *[1] * (t.ndim - 1)), t.shape)
         values = self._rows_of(name, item.ravel(), t.ravel())
         new = np.flatnonzero((exists & self._chosen[item]).ravel())
@@ -215,7 +221,7 @@ class HindsightBuilder(BatchBuilder):
         return marked(self.schema.fields[name], values.reshape(*t.shape, *values.shape[1:]))
 
     def _rewards(self, item: IntArray, t: IntArray) -> Array:
-        """The rewards of steps (N,) of items for the goals of the items, as stored."""
+        """The rewards of steps `t` (N,) in the episodes of `item` (N,), for the new goals of these items, as stored."""
         how, fields = self._how, self.schema.fields
         dtype, field = fields[how.achieved].dtype, fields[how.reward]
         if not len(item):
@@ -232,7 +238,7 @@ class HindsightBuilder(BatchBuilder):
         return field.encode(rewards, lead=1)
 
     def _rows_of(self, name: str, item: IntArray, t: IntArray) -> Array:
-        """Rows of a field as stored, (N, *field): timestep t of the episodes of some items."""
+        """The rows of a field at timesteps `t` (N,) in the episodes of `item` (N,), as stored: (N, *field)."""
         rows = self.first(self.schema.fields[name].final)[item] + t
         groups, field = self.records.groups, self.schema.fields[name]
         slot, serial = self.anchors.slot[item], self.anchors.serial[item]
@@ -242,6 +248,6 @@ class HindsightBuilder(BatchBuilder):
         for number, group in enumerate(groups):
             group_of[group.chosen] = number
         for number, group in enumerate(groups):
-            mine = np.flatnonzero(group_of[item] == number)
-            out[mine] = group.storage.read_rows(name, rows[mine], slot[mine], serial[mine])
+            members = np.flatnonzero(group_of[item] == number)
+            out[members] = group.storage.read_rows(name, rows[members], slot[members], serial[members])
         return out
