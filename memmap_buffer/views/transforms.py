@@ -1,4 +1,7 @@
-"""Pure functions from arrays to arrays, for the views and for users; and from batch to batch, for `transform=`."""
+"""Returns, advantages and scaling: pure functions of arrays or tensors, and the transforms of batches made of them.
+
+The views call `n_step_return`; users call the other functions, and give the classes as `transform=`.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,22 @@ def n_step_return(
     gamma: float,
     discounts: Array | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """The n-step return and the discount of the value that follows it.
+    """The n-step return R, and the discount of the value V(s_{t+k}) that follows: target = R + discount · V(s_{t+k}).
 
-    R = r_t + γ r_{t+1} + … + γ^{k-1} r_{t+k-1}; target = R + discount · V(s_{t+k}), discount = γ^k, 0 if terminated.
+    R = r_t + γ r_{t+1} + … + γ^{k-1} r_{t+k-1}; discount = γ^k, 0 if terminated.
     With a discount d of every step, R = Σ_{i<k} γ^i (Π_{j<i} d_{t+j}) r_{t+i}, and discount = γ^k Π_{j<k} d_{t+j}.
 
     Args:
-        rewards: (B, n, …) r_t … r_{t+n-1}; values beyond k do not count.
-        k: (B,) how many rewards there are, 1 … n.
+        rewards: (B, n, …) r_t … r_{t+n-1}; values from index k on do not count.
+        k: (B,) the number of rewards, 1 … n.
         terminated: (B,) whether step t + k - 1 ended the episode, so that nothing follows.
         gamma: γ, 0 … 1.
         discounts: (B, n, …) d_t … d_{t+n-1}, with as many axes as the rewards, each as long or of length 1.
 
     Returns:
-        (return (B, …), discount (B,), with an axis of size 1 for each more that the return has, so that they broadcast,
-        or as long as those of the discounts), float64 where the rewards are, else float32, as torch's own numbers;
-        whole numbers are summed in float64 and rounded once.
+        (return (B, …), discount (B, …)): the further axes of the discount have length 1, or the length of those of
+        `discounts`, so that both broadcast. float64 if the rewards are, else float32, torch's default; whole numbers
+        are summed in float64 and rounded once.
 
     Source: Sutton and Barto, Reinforcement Learning, 2nd ed., eq. 7.1. With discounts: White 2017, "Unifying Task
         Specification in Reinforcement Learning"; as summed by Yarats et al. 2021, DrQ-v2, `replay_buffer.py`.
@@ -52,7 +55,7 @@ def n_step_return(
             discount[np.asarray(terminated, np.bool_)] = 0
         return returns, discount if rewards.ndim == 2 else discount.reshape(len(k), *[1] * (rewards.ndim - 2))
     powers = np.power(float(gamma), np.arange(n + 1))
-    # A reward beyond k may be inf or nan, which a weight of 0 does not make 0.
+    # Rewards that do not count are set to 0 first: a weight of 0 would leave inf and nan as nan.
     counts = np.arange(n) < k[:, None]
     counted = np.where(_like(counts, rewards), rewards, 0)
     counted = counted.astype(dtype if rewards.dtype.kind == "f" else np.float64, copy=False)
@@ -76,7 +79,8 @@ def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> An
         axis: the axis of time: 0 of an episode (T, …), 1 of a batch (B, T, …).
 
     Returns:
-        of the same kind and shape, summed in float64; float64 where the rewards are, else float32.
+        an array or a tensor, as `rewards`, of the same shape; summed in float64, float64 if the rewards are, else
+        float32.
 
     Raises:
         SchemaError: γ is no number from 0 to 1.
@@ -89,7 +93,7 @@ def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> An
     tensor = hasattr(rewards, "double")
     values: Any = rewards.double() * 1.0 if tensor else np.array(rewards, np.float64)
     over_time = values.swapaxes(0, axis)
-    steps = 1  # what each entry sums already; twice as many each time
+    steps = 1  # the number of rewards that each entry sums so far; it doubles each time
     while steps < len(over_time):
         over_time[:-steps] += gamma**steps * over_time[steps:]
         steps *= 2
@@ -102,7 +106,7 @@ def discounted_returns(rewards: Any, gamma: float = 1.0, *, axis: int = 0) -> An
 class Returns:
     """A transform that adds the discounted return of every timestep to batches of whole episodes.
 
-    Of a window it would be the return until the window's end: compute it once and store it as a field for that.
+    For windows it would be the return until the window's end: store the return as a field instead.
 
     Args:
         reward: the key of the rewards (B, T, …).
@@ -110,7 +114,7 @@ class Returns:
         name: the key that is added.
 
     Raises:
-        SchemaError: a batch without that key.
+        SchemaError: when it is called: the batch has no key `reward`.
     """
 
     reward: str = "reward"
@@ -131,12 +135,12 @@ def advantages(
 
     Args:
         rewards: an array or a tensor (B, T).
-        values: V of the same timesteps (B, T), or (B, T + 1) with the one that follows each episode's last step; where
-            that is not known it is 0.
+        values: V of the same timesteps (B, T), or (B, T + 1) with the V that follows the last step of each episode,
+            which is else taken for 0.
         terminated: d (B, T), true where nothing follows.
         gamma: γ, 0 … 1.
         lambda_: λ, 0 … 1.
-        lens: (B,) the timesteps of each episode, behind which both results are 0; default: T.
+        lens: (B,) the number of timesteps of each episode, behind which both results are 0; default: T.
 
     Returns:
         (A, TD(λ) return), both (B, T).
@@ -173,7 +177,7 @@ def advantages(
 
 
 def _in_dtype_of(like: Any, column: Any) -> Any:
-    """An array or tensor in the floating dtype of another, float32 where that has none."""
+    """An array or tensor in the dtype of `like`, or in float32 if that dtype is no floating one."""
     if hasattr(column, "double"):
         return column.to(like.dtype) if like.is_floating_point() else column.float()
     return column.astype(like.dtype if like.dtype.kind == "f" else np.float32)
@@ -183,9 +187,9 @@ def _in_dtype_of(like: Any, column: Any) -> Any:
 class Advantages:
     """A transform that adds the advantages and the TD(λ) returns of all timesteps to batches of whole episodes.
 
-    V is a field that was stored, or a key that another transform adds before. With `Trajectory(final_observation=True)`
-    and a V declared `final`, an episode that was cut short goes on with the V of its final observation; see
-    `advantages`. With `expand_scalars=True` all of them have one axis more, of length 1.
+    V is a field that was stored, or a key that an earlier transform adds. With `Trajectory(final_observation=True)` and
+    V declared `final`, the V of the final observation follows the last step of an episode that was cut short; see
+    `advantages`. With `expand_scalars=True` all columns have one more axis, of length 1.
 
     Args:
         value: the key of V, (B, T) or (B, T + 1).
@@ -193,11 +197,12 @@ class Advantages:
         terminated: the key that is true where nothing follows; None: nothing terminates.
         gamma: γ.
         lambda_: λ.
-        name: the key of the advantages, which is added.
-        returns: the key of the TD(λ) returns, likewise.
+        name: the key for the advantages.
+        returns: the key for the TD(λ) returns.
 
     Raises:
-        SchemaError: a batch without one of the keys, or windows that end before their episode, without V behind.
+        SchemaError: when it is called: the batch lacks one of the keys, or has windows that end before their episode
+            without the V that follows them.
     """
 
     value: str = "value"
@@ -223,7 +228,7 @@ class Advantages:
         lens, has_final = batch.get("_lens"), batch.get("_has_final")
         if lens is not None and has_final is not None and values.shape[1] > rewards.shape[1]:
             values = values * 1.0
-            values[~has_final, lens[~has_final]] = 0.0  # what a network makes of padding
+            values[~has_final, lens[~has_final]] = 0.0  # padding, or the V that a network computed from it
         columns = advantages(rewards, values, over, self.gamma, self.lambda_, lens=lens)
         if widened:
             columns = columns[0][..., None], columns[1][..., None]
@@ -232,14 +237,14 @@ class Advantages:
 
 @dataclass(frozen=True)
 class Scale:
-    """A transform that gives fields of whole numbers, such as images, as float32 divided by a number.
+    """A transform that converts fields of whole numbers, such as images, to float32 and divides them by a number.
 
     Args:
         fields: keys of the batch, dotted within groups.
-        by: the number that they are divided by.
+        by: the divisor.
 
     Raises:
-        SchemaError: a batch without one of them.
+        SchemaError: when it is called: the batch lacks one of the fields.
     """
 
     fields: Iterable[str]
@@ -255,7 +260,7 @@ class Scale:
 
 
 def _padded(batch: dict[str, Any], name: str) -> Any:
-    """The value of a key, dotted within groups. Raises SchemaError where it is ragged."""
+    """The value of a key, dotted within groups. Raises SchemaError: it is ragged, not padded."""
     values = _changed(batch, name, lambda column: column)[1]
     if isinstance(values, list) or getattr(values, "is_nested", False):
         raise SchemaError(
@@ -265,7 +270,7 @@ def _padded(batch: dict[str, Any], name: str) -> Any:
 
 
 def _scaled(values: Any, by: float) -> Any:
-    """A tensor or an array, or those of a list, divided as float32."""
+    """A tensor or an array, or each of a list, as float32 and divided by `by`."""
     if isinstance(values, list):
         return type(values)(_scaled(rows, by) for rows in values)
     return _as_float(values) / by
@@ -277,7 +282,10 @@ def _as_float(values: Any) -> Any:
 
 
 def _changed(batch: dict[str, Any], name: str, change: Callable[[Any], Any]) -> tuple[dict[str, Any], Any]:
-    """(a batch with one key, dotted within groups, changed; the new value); all other values are shared."""
+    """(a copy of the batch with `change` applied to one key, dotted within groups; the new value of that key).
+
+    All other values are shared. Raises SchemaError: the batch has no such key.
+    """
     key, _, rest = name.partition(".")
     if not isinstance(batch, dict) or key not in batch:
         keys = ", ".join(map(repr, batch)) if isinstance(batch, dict) else "no groups there"
@@ -287,4 +295,5 @@ def _changed(batch: dict[str, Any], name: str, change: Callable[[Any], Any]) -> 
 
 
 def _like(mask: npt.NDArray[np.bool_], array: Array) -> npt.NDArray[np.bool_]:
+    """The mask with axes of length 1 added, so that it broadcasts with the array."""
     return mask.reshape(mask.shape + (1,) * (array.ndim - mask.ndim))
