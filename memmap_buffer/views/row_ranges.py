@@ -1,4 +1,8 @@
-"""Copying ranges of consecutive rows, one for each item of a batch: windows, sequences, whole episodes."""
+"""`RowRanges`: ranges of consecutive rows, one for each item of a batch, and their copy: windows, sequences, episodes.
+
+`BatchBuilder` makes them, `Gather` and `Reach` copy them, in one of two ways: by one index for the whole batch, if it
+is small and most items have no padding; else item by item, as slices of bytes.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,18 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.schema import Field
 from memmap_buffer.views.memory_pool import Pool
 
-LARGE = 1 << 20  # bytes from which memory that is used again outweighs a call for each item
-Item: TypeAlias = tuple[int, int, int, int]  # number, row, lead, stop
+LARGE = 1 << 20  # bytes from which memory of the pool is worth a call for each item
+Item: TypeAlias = tuple[int, int, int, int]  # the number of an item, its row, lead and stop, see `RowRanges`
 
 
 class Source(NamedTuple):
-    """Where rows are copied from.
+    """The memory that rows are copied from.
 
     Attributes:
-        origin: bytes.
-        scale: row r begins at byte r * scale of it.
-        pieces: (B, K) rows that were copied by one index, as bytes, those of `RowRanges.cut` wrong; or None.
+        origin: uint8 array; row r begins at byte r * scale of it.
+        scale: the width of a row in bytes, or 1 where rows are given by their bytes.
+        pieces: the ranges as copied by one index, (B,) items of all bytes of K rows, wrong for the items that
+            `RowRanges.cut` lists; None: none are copied yet.
     """
 
     origin: Array
@@ -33,7 +38,7 @@ class Source(NamedTuple):
 
 
 class Further(NamedTuple):
-    """Ranges that items have besides their first: (P,) the number of the item, and what a range is, see `RowRanges`."""
+    """More ranges of items, besides their first: (P,) the number of the item; row, lead and stop as in `RowRanges`."""
 
     item: IntArray
     row: IntArray
@@ -41,23 +46,23 @@ class Further(NamedTuple):
     stop: IntArray
 
     def among(self, chosen: Any, count: int) -> Further:
-        """The ranges of some of `count` items, by their new numbers."""
-        place = np.full(count, -1)
+        """The ranges of the `chosen` items among `count`, which get new numbers: their positions in `chosen`."""
+        new_numbers = np.full(count, -1)
         items = np.arange(count)[chosen]
-        place[items] = np.arange(len(items))
-        item = place[self.item]
+        new_numbers[items] = np.arange(len(items))
+        item = new_numbers[self.item]
         kept = item >= 0
         return Further(item[kept], self.row[kept], self.lead[kept], self.stop[kept])
 
 
 class RowRanges:
-    """Rows to copy: item b has K of them; those from `lead[b]` until `stop[b]` exist, and lie from row `row[b]` on.
+    """Rows to copy: item b has K entries. Entries lead[b] … stop[b] - 1 exist: rows row[b], row[b] + 1, …
 
     Args:
-        row, lead, stop: (B,) int64, 0 ≤ lead ≤ stop ≤ K; where none exists, `row` is the nearest that does.
+        row, lead, stop: (B,) int64, 0 ≤ lead ≤ stop ≤ K; if an item has no entry, `row` is the nearest row that exists.
         steps: K.
-        padding: what stands where no row exists: "zero", "edge" (the nearest that does) or "default".
-        further: ranges that stand in the place of padding behind the first, or None.
+        padding: the value of entries that do not exist: "zero", "edge" (the nearest one) or "default".
+        further: ranges for entries behind `stop`, of other episodes; or None.
     """
 
     def __init__(
@@ -68,16 +73,16 @@ class RowRanges:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, K), as of rows by number."""
+        """(B, K), the shape of the same rows as an index array."""
         return len(self.row), self.steps
 
     def __getitem__(self, chosen: Any) -> RowRanges:
-        """Some of the items."""
+        """The ranges of the `chosen` items."""
         further = None if self.further is None else self.further.among(chosen, len(self.row))
         return RowRanges(self.row[chosen], self.lead[chosen], self.stop[chosen], self.steps, self.padding, further)
 
     def rows(self) -> tuple[IntArray, IntArray]:
-        """(first rows, ends) of the ranges, as many of each item; one of fewer has its first again."""
+        """(first rows, ends) of the ranges, the same number for each item: one with fewer has its first range again."""
         row, stop = self.row, self.row + np.maximum(self.stop - self.lead, 1)
         if self.further is None or not len(self.further.item):
             return row, stop
@@ -88,15 +93,15 @@ class RowRanges:
         return rows[0].ravel(), rows[1].ravel()
 
     def exist(self) -> npt.NDArray[np.bool_]:
-        """(B, K) which rows exist."""
-        steps = np.arange(self.steps, dtype=np.int32)  # no batch has more, and they compare at twice the speed
-        there = steps < self.stop.astype(np.int32)[:, None]
+        """(B, K) which entries exist, without `further`."""
+        steps = np.arange(self.steps, dtype=np.int32)  # enough for any batch, and compared twice as fast as int64
+        mask = steps < self.stop.astype(np.int32)[:, None]
         if self.lead.any():
-            there &= steps >= self.lead.astype(np.int32)[:, None]
-        return np.asarray(there)
+            mask &= steps >= self.lead.astype(np.int32)[:, None]
+        return np.asarray(mask)
 
     def copy(self, storage: Storage, name: str, pool: Pool) -> Array:
-        """Copy them out of a field's rows: (B, K, *field)."""
+        """Copy the rows of a field of one folder: (B, K, *field)."""
         rows, field = storage.maps.rows[name], storage.layout.schema.fields[name].in_file
         width, cut = field.itemsize, self.cut
         pieces = None
@@ -107,17 +112,17 @@ class RowRanges:
         return self.copied(Source(rows.reshape(-1).view(np.uint8), width, pieces), field, pool)
 
     def moved(self, begin: IntArray, width: int) -> RowRanges:
-        """The ranges by the bytes at which they lie, where rows of `width` bytes lie from `begin` (B,) on."""
+        """The ranges by addresses of bytes instead of rows. Args: begin: (B,) the address of row 0; width: of a row."""
         further = self.further
         if further is not None:
             further = further._replace(row=begin[further.item] + width * further.row)
         return RowRanges(begin + width * self.row, self.lead, self.stop, self.steps, self.padding, further)
 
     def copied(self, source: Source, field: Field, pool: Pool) -> Array:
-        """The rows out of anywhere: (B, K, *field)."""
+        """Copy the rows out of any memory: (B, K, *field)."""
         width, shape = field.itemsize, (len(self.row), self.steps, *field.shape)
         if source.pieces is None:
-            out, items = pool.empty(shape, field.storage), self._each
+            out, items = pool.empty(shape, field.storage), self._items
         else:
             out, items = source.pieces.view(field.storage).reshape(shape), self.cut[1]  # type: ignore[index]
         target = out.reshape(-1).view(np.uint8)
@@ -130,19 +135,19 @@ class RowRanges:
         return out
 
     def _copy_each(self, source: Source, target: Array, width: int, items: list[Item], zero: bool) -> None:
-        """Some items, as bytes: numpy copies and zeroes these with the least to think about."""
+        """Copy items one by one, as slices of bytes: the fastest copy that numpy has."""
         (origin, scale, _), size = source, self.steps * width
         for b, row, lead, stop in items:
-            at, first = b * size, row * scale
-            begin, end = at + lead * width, at + stop * width
+            item_begin, first = b * size, row * scale
+            begin, end = item_begin + lead * width, item_begin + stop * width
             target[begin:end] = origin[first : first + (stop - lead) * width]
             if zero and lead:
-                target[at:begin] = 0
+                target[item_begin:begin] = 0
             if zero and stop < self.steps:
-                target[end : at + size] = 0
+                target[end : item_begin + size] = 0
 
     def _pad(self, source: Source, cells: Array, width: int, items: list[Item], fill: Array) -> None:
-        """Fill what does not exist of some items: (B, K, width) bytes."""
+        """Fill the entries that do not exist. Args: cells: (B, K, width) bytes; fill: the value for "default"."""
         filled = np.frombuffer(fill.tobytes(), np.uint8)
         before = after = filled
         for b, row, lead, stop in items:
@@ -156,14 +161,16 @@ class RowRanges:
                 cells[b, stop:] = after
 
     @cached_property
-    def _each(self) -> list[Item]:
+    def _items(self) -> list[Item]:
+        """All items, as tuples."""
         return list(zip(range(len(self.row)), self.row.tolist(), self.lead.tolist(), self.stop.tolist(), strict=True))
 
     @cached_property
     def cut(self) -> tuple[IntArray, list[Item]] | None:
-        """(the first row of each item; those of which some row does not exist), to copy all by one index.
+        """How to copy all ranges by one index; None if most items have an entry that does not exist.
 
-        The latter, which are copied anew, have the first row of another one there. None where they are most.
+        Returns: (the first row of each item (B,), the items with an entry that does not exist). The latter have the
+            first row of another item, as theirs may be too near the end of the file; they are copied again one by one.
         """
         whole = self.stop - self.lead == self.steps
         cut = np.flatnonzero(~whole)
