@@ -1,6 +1,8 @@
-"""Which anchors exist now: runs of them per episode, never a list of all steps.
+"""`Index`: the anchors that exist at one moment, as runs of each episode, never as a list of all timesteps.
 
-An `Index` is a cumulative count per run, 36 bytes an episode (with `filter_fields`, per surviving run).
+`Selection.index` makes one; the samplers of `loading` draw from it. It takes 36 bytes for each run: an episode has one
+run, with `filter_fields` perhaps several. `live_index` has the index of a folder that is written to; both are
+`AnchorRuns`, whose `locate` (number of an anchor -> the anchor) is the place to begin.
 """
 
 from __future__ import annotations
@@ -22,15 +24,15 @@ from memmap_buffer.items.streams import Streams, followed
 from memmap_buffer.views.anchors import Anchors, BoolArray, Runs
 from memmap_buffer.views.folders import Folders
 
-MANY = 2048  # 16,384 anchors among 2000 runs: 0.14 ms by buckets, 1.0 by binary search; but 256 take 13 µs and 7
+MANY = 2048  # anchors: from here on buckets are faster. 16,384 of 2000 runs: 0.14 ms, binary search 1.0; 256: 13 µs, 7
 
 
 class FolderTable(NamedTuple):
     """The episode table of one folder from which an index was made.
 
     Attributes:
-        number: of the folder.
-        id: of its buffer; "" of a folder that is not there.
+        number: the number of the folder.
+        id: the id of its buffer; "" for a folder that is gone.
         table: the episode table.
     """
 
@@ -40,16 +42,16 @@ class FolderTable(NamedTuple):
 
 
 class AnchorRuns:
-    """Anchors as runs: run r has those with t = min(first + i * stride, last), i < starts[r + 1] - starts[r].
+    """Anchors as runs: anchor i of run r has t = min(first[r] + i * stride, last[r]), i < starts[r + 1] - starts[r].
 
     Attributes:
         slot, serial, first: (R,) int64.
-        starts: (R + 1,) how many anchors the runs before have, in all, counted from any number.
-        stride: of every run.
-        folder: (R,) the number of each run's folder, or None for a single folder; ascending.
-        last: (R,) or None.
-        streams: of each folder by its number, which episode follows which, where items run on; else None.
-        changes: the change counter of the one folder at which all of these anchors were shown; None: nobody knows.
+        starts: (R + 1,) int64 cumulative numbers of anchors; starts[0] may be any number.
+        stride: the stride of every run.
+        folder: (R,) int64 the number of each run's folder, ascending; None for a single folder.
+        last: (R,) int64 the highest t of each run; None if no run has a bound.
+        streams: number of a folder -> which episode follows which, if items run on; else None.
+        changes: a change counter of the single folder at which it showed all of these anchors; None if none is known.
     """
 
     slot: IntArray
@@ -68,11 +70,11 @@ class AnchorRuns:
     def draw(self, count: int, rng: np.random.Generator) -> Anchors:
         """`count` anchors drawn uniformly, with replacement."""
         number = rng.random(count)
-        number *= self.starts.item(-1) - self.starts.item(0)  # below it for any number below 1
+        number *= self.starts.item(-1) - self.starts.item(0)  # stays below it, as the random number is below 1
         return self.locate(number.astype(np.int64))
 
     def locate(self, i: IntArray) -> Anchors:
-        """The anchors number `i`, (B,) int64 in [0, len)."""
+        """The anchors with the numbers `i` (B,), int64 in [0, len)."""
         starts = self.starts
         i = i + starts.item(0)
         run = starts.searchsorted(i, "right") - 1 if i.size < MANY else self._run_of_each(i)
@@ -87,18 +89,18 @@ class AnchorRuns:
         return anchors if self.streams is None else followed(self.streams, anchors)
 
     def _run_of_each(self, i: IntArray) -> IntArray:
-        """The run of each of many anchors."""
+        """(B,) the run of each anchor number, for many of them."""
         return self.starts.searchsorted(i, "right") - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Index(AnchorRuns):
-    """The anchors of one moment, of any folders.
+    """The anchors of one moment, of one folder or many. It never changes.
 
     Attributes:
-        slot, serial, first, starts, stride, folder, last, streams: see `AnchorRuns`; `starts` begin at 0.
-        weight_sums: (R + 1,) the weight that the runs before have, in all; None where every anchor counts the same.
-        tables: of each folder, by ascending numbers, what it was made of; () where that is not known.
+        slot, serial, first, starts, stride, folder, last, streams: see `AnchorRuns`; starts[0] is 0.
+        weight_sums: (R + 1,) float64 cumulative weights of the runs; None if every anchor has the same weight.
+        tables: the tables that it was made from, by ascending numbers of their folders; () after pickling.
     """
 
     slot: IntArray
@@ -113,25 +115,29 @@ class Index(AnchorRuns):
     streams: Mapping[int, Streams] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For another process: the runs, which it maps if it is just being started, and not what they were made of."""
+        """The runs without `tables`, for another process; a process that is being started maps them."""
         return _index, (self._shared, self.stride, self.streams)
 
     @cached_property
     def _shared(self) -> SharedArrays:
+        """The arrays of the runs, kept so that several workers share one copy."""
         return SharedArrays((self.slot, self.serial, self.first, self.starts, self.folder, self.last, self.weight_sums))
 
     def bounds(self, numbers: IntArray) -> IntArray:
-        """The positions at which the anchors of folders begin; they end where those of the next number begin."""
+        """The number of the first anchor of each folder; its anchors end where those of the next number begin.
+
+        Args: numbers: (N,) of folders.
+        """
         return self.starts[self.cuts(numbers)]
 
     def cuts(self, numbers: IntArray) -> IntArray:
-        """The runs at which those of folders begin, likewise."""
+        """The first run of each folder, as `bounds` gives the first anchor."""
         if self.folder is None:
             return np.minimum(numbers, 1) * len(self.slot)
         return np.searchsorted(self.folder, numbers)
 
     def by_folder(self) -> list[tuple[FolderTable, Runs]]:
-        """The table and the runs of each folder."""
+        """(table, runs) of each folder in `tables`."""
         runs = Runs(self.slot, self.serial, self.first, np.diff(self.starts), self.last)
         if self.folder is None:
             return [(table, runs) for table in self.tables]
@@ -140,24 +146,24 @@ class Index(AnchorRuns):
         return list(zip(self.tables, map(runs.where, cuts), strict=True))
 
     def living(self, folders: Folders) -> Index:
-        """The index without episodes that the tables, as last read, do not show."""
+        """The index without the episodes that the folders, by their tables as last read, do not show any more."""
         number_of = np.zeros(len(self.slot), np.int64) if self.folder is None else self.folder
         keep = np.zeros(len(self.slot), np.bool_)
         for number, _, table in folders.by_number(folders.tables):
-            mine = number_of == number
-            keep[mine] = table.shows(self.slot[mine], self.serial[mine])
+            runs = number_of == number
+            keep[runs] = table.shows(self.slot[runs], self.serial[runs])
         return self._changed(lambda name, values: values[keep])
 
-    def with_run(self, at: int, *, serial: int, count: int, folder: int) -> Index:
-        """The index with one more run before run `at`, of an episode that is gone: its items are found to be stale."""
+    def with_run(self, position: int, *, serial: int, count: int, folder: int) -> Index:
+        """The index with one more run at a position, of an episode that is gone: its `count` anchors are stale."""
         run = {"slot": 0, "serial": serial, "first": 0, "starts": count, "folder": folder}
         run["last"] = np.iinfo(np.int64).max
-        # It weighs nothing as long as other runs are left: draws by weight are from these.
+        # Its weight is 0 as long as another run has a weight, so that draws by weight choose these.
         run["weight_sums"] = int(self.weight_sums is not None and not self.weight_sums[-1])
-        return self._changed(lambda name, values: np.insert(values, at, run[name]))
+        return self._changed(lambda name, values: np.insert(values, position, run[name]))
 
     def _changed(self, change: Callable[[str, Any], Any]) -> Index:
-        """The index with each column of its runs changed, of sums what each run adds to them."""
+        """The index with other columns. `change` gets the name and the values of each column, sums as single values."""
         columns: dict[str, Any] = {}
         for name in ("slot", "serial", "first", "folder", "last", "starts", "weight_sums"):
             values, is_sums = getattr(self, name), name in ("starts", "weight_sums")
@@ -167,21 +173,21 @@ class Index(AnchorRuns):
         return replace(self, **columns)
 
     def pick(self, u: FloatArray, low: IntArray | int = 0, high: IntArray | int | None = None) -> IntArray:
-        """The positions of the anchors that numbers fall on when [0, 1) is divided among anchors, by weight if any.
+        """The numbers (B,) of the anchors that `u` chooses, if each anchor owns a part of [0, 1): equal, or its weight.
 
         Args:
-            u: (B,) in [0, 1).
-            low, high: the anchors low … high - 1, whole runs of them; default all.
+            u: (B,) float64 in [0, 1).
+            low, high: choose among the anchors low … high - 1, which are whole runs; default: all.
         """
         high = int(self.starts[-1]) if high is None else high
         if self.weight_sums is None:
             high = np.asarray(high)
             return np.asarray(np.minimum(low + (u * (high - low)).astype(np.int64), high - 1))
         start, stop = (self.weight_sums[np.searchsorted(self.starts, bound)] for bound in (low, high))
-        at = start + u * (stop - start)
-        run = np.clip(np.searchsorted(self.weight_sums, at, side="right") - 1, 0, len(self.slot) - 1)
+        target = start + u * (stop - start)
+        run = np.clip(np.searchsorted(self.weight_sums, target, side="right") - 1, 0, len(self.slot) - 1)
         count = self.starts[run + 1] - self.starts[run]
-        within = (at - self.weight_sums[run]) / (self.weight_sums[run + 1] - self.weight_sums[run]) * count
+        within = (target - self.weight_sums[run]) / (self.weight_sums[run + 1] - self.weight_sums[run]) * count
         return np.asarray(self.starts[run] + np.clip(within.astype(np.int64), 0, count - 1))
 
     def draw(self, count: int, rng: np.random.Generator) -> Anchors:
@@ -189,7 +195,7 @@ class Index(AnchorRuns):
         return super().draw(count, rng) if self.weight_sums is None else self.locate(self.pick(rng.random(count)))
 
     def draw_like(self, anchors: Anchors, rng: np.random.Generator) -> Anchors:
-        """As many anchors from each folder as before; from any folder for one that has none left."""
+        """Draw one anchor for each given one, from the same folder; from any folder if that one has no anchors left."""
         if anchors.folder is None:
             return self.draw(anchors.size, rng)
         low, high = self.bounds(anchors.folder), self.bounds(anchors.folder + 1)
@@ -198,44 +204,44 @@ class Index(AnchorRuns):
 
     @property
     def digest(self) -> int:
-        """A number that differs for other anchors or weights; the same in every process."""
+        """A checksum of the anchors and weights, the same in every process."""
         arrays = (self.serial, self.first, self.starts, *(() if self.weight_sums is None else (self.weight_sums,)))
         return reduce(lambda digest, array: crc32(np.ascontiguousarray(array), digest), arrays, 0)
 
     def followed(self, anchors: Anchors) -> Anchors:
-        """Anchors of it, with the episodes that their items run on into, if they do."""
+        """Anchors of this index with `Anchors.following`, if items run on."""
         return anchors if self.streams is None else followed(self.streams, anchors)
 
     def find(self, folder: IntArray | None, serial: IntArray, t: IntArray) -> tuple[Anchors, BoolArray]:
-        """(the anchors at timesteps of episodes, whether each is one); there must be runs.
+        """(the anchors at these timesteps, (B,) whether each is an anchor of the index), which must have a run.
 
         Args:
-            folder: (B,) the number of each folder; None for a single folder.
-            serial, t: (B,) int64.
+            folder: (B,) int64 the number of each folder; None for a single folder.
+            serial, t: (B,) int64 the episodes and timesteps.
         """
         if folder is None:
             run = np.searchsorted(self.serial, serial, side="right") - 1
         else:
             run = _first(self.serial, serial + 1, self.cuts(folder), self.cuts(folder + 1)) - 1
         run = np.maximum(run, 0)
-        since = t - self.first.take(run)
-        if since.min() < 0 and run.any():  # perhaps of an earlier run of the episode: filters leave several
+        steps = t - self.first.take(run)
+        if steps.min() < 0 and run.any():  # t may be in an earlier run of the episode: with filters it has several
             low = np.searchsorted(self.serial, serial) if folder is None else self.cuts(folder)
             low = low if folder is None else _first(self.serial, serial, low, self.cuts(folder + 1))
             run = np.clip(_first(self.first, t + 1, low, run + 1) - 1, 0, None)
-            since = t - self.first.take(run)
-        number = since if self.stride == 1 else -(-since // self.stride)
-        there = (since >= 0) & (number < self.starts.take(run + 1) - self.starts.take(run))
-        there &= self.serial.take(run) == serial
+            steps = t - self.first.take(run)
+        number = steps if self.stride == 1 else -(-steps // self.stride)
+        is_anchor = (steps >= 0) & (number < self.starts.take(run + 1) - self.starts.take(run))
+        is_anchor &= self.serial.take(run) == serial
         if self.stride != 1 or self.last is not None:
             last = t if self.last is None else self.last.take(run)
-            there &= (t <= last) & ((number * self.stride == since) | ((t == last) & (self.last is not None)))
+            is_anchor &= (t <= last) & ((number * self.stride == steps) | ((t == last) & (self.last is not None)))
         if folder is not None:
-            there &= self.folder.take(run) == folder  # type: ignore[union-attr]
-        return Anchors(folder, self.slot.take(run), serial, t), there
+            is_anchor &= self.folder.take(run) == folder  # type: ignore[union-attr]
+        return Anchors(folder, self.slot.take(run), serial, t), is_anchor
 
     def _run_of_each(self, i: IntArray) -> IntArray:
-        """The run of each of many anchors: a few steps on from the first of its bucket."""
+        """(B,) the run of each anchor number: at most a few runs behind the first one of its bucket."""
         shift, first = self._buckets
         run, ends = first.take(i >> shift).astype(np.int64), self.starts[1:]
         for _ in range(3):
@@ -249,19 +255,23 @@ class Index(AnchorRuns):
 
     @cached_property
     def _buckets(self) -> tuple[int, npt.NDArray[np.int32]]:
-        """(s, first): the run in which every 2^s-th anchor lies, where a bucket is 1 to 2 runs long on average."""
+        """(s, first): bucket b is the 2^s anchors from number b * 2^s on, first[b] the run of the first of them.
+
+        2^s is more than the average number of anchors of a run, and at most twice that.
+        """
         shift = (len(self) // max(1, len(self.slot))).bit_length()
         before = np.bincount(-(-self.starts[1:-1] >> shift), minlength=(len(self) >> shift) + 1)
         return shift, np.cumsum(before, dtype=np.int32)
 
 
 def _index(shared: SharedArrays, stride: int, streams: Mapping[int, Streams] | None) -> Index:
+    """The index that another process pickled."""
     slot, serial, first, starts, folder, last, weight_sums = shared.arrays
     return Index(slot, serial, first, starts, stride, folder, last, weight_sums, (), streams)  # type: ignore[arg-type]
 
 
 def _first(values: IntArray, wanted: IntArray, low: IntArray, high: IntArray) -> IntArray:
-    """The first places (B,) in low … high - 1 where ascending values are not below those wanted; else high."""
+    """(B,) the first position in low … high - 1 at which the ascending `values` are not below `wanted`; else high."""
     while (low < high).any():
         middle = (low + high) >> 1
         below = (values.take(middle, mode="clip") < wanted) & (low < high)
@@ -270,7 +280,7 @@ def _first(values: IntArray, wanted: IntArray, low: IntArray, high: IntArray) ->
 
 
 def sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """(n + 1,) the sums of n values up to each, from 0 to the sum of all."""
+    """(n + 1,) the cumulative sums of `values` (n,), from 0 to the sum of all."""
     out = np.empty(len(values) + 1, values.dtype)
     out[0] = 0
     np.cumsum(values, out=out[1:])
