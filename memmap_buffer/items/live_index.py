@@ -1,8 +1,8 @@
-"""The anchors of one folder that is written to, followed step by step.
+"""`LiveIndex`: the anchors of a single folder that is written to, followed change by change.
 
-An `Index` is made anew where something changed, at a cost that grows with the episodes that there are. Here only the
-slots that changed are looked at, and only the ends of the list of runs are counted again: a ring grows at its newest
-episodes and forgets at its oldest.
+To make an `Index` anew costs more the more episodes there are. A `LiveIndex` looks at the changed slots alone, and
+counts again only the ends of its list of runs: a ring grows at its newest episodes and drops its oldest. Samplers call
+`follow` before they draw; where that returns False, they take an `Index`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from memmap_buffer.views.folders import Folders
 
 
 class LiveIndex(AnchorRuns):
-    """The anchors of the episodes that a folder shows, one run each: run r is of entry r of the journal's `order`.
+    """The anchors of the episodes that a folder shows, one run for each entry of the journal's `order`.
+
+    `_first`, `_count` and `_starts` are as long as `order`, and entry r is of the episode in entry r of `order`. The
+    entries `_low` … `_high` - 1 are in use: an episode that is gone has the count 0, until `_low` passes it.
 
     Args:
-        selection: the anchors that are wanted, of which `follows` is true.
-        folders: the one folder.
+        selection: the anchors that are wanted; `follows` is true for it.
+        folders: the single folder.
 
     Attributes:
         slot, serial, first, starts, stride, streams: see `AnchorRuns`; as of the last `follow`.
-        changes: the change counter to which it was followed, -1 in the middle of it.
-        num_anchors: how many there are.
+        changes: the folder's change counter up to which changes were taken in; -1 while some are being taken in.
+        num_anchors: the number of anchors.
         storage: the folder.
-        made: how often it was made anew.
-        mark: of the journal, up to which it was followed.
+        made: how often it was made anew from all episodes.
+        mark: the mark of the journal up to which changes were taken in.
     """
 
     changes: int = -1
@@ -45,22 +48,22 @@ class LiveIndex(AnchorRuns):
         self._journal, self.mark = self.storage.journal, 0
         self._by_steps = selection.by_steps(folders.schema)
         self._streams: Streams | None = None
-        self._whole = False
-        self._low = self._high = 0  # the entries of the journal's `order` that count
+        self._whole = False  # whether each episode has one run at most, so that it can be followed
+        self._low = self._high = 0
 
     @staticmethod
     def follows(selection: Selection, folders: Folders) -> bool:
-        """Whether anchors of this kind can be followed: an episode's are one run, whatever most others are."""
+        """Whether anchors of this kind can be followed: they depend on their episode and its stream alone."""
         if not (selection.by_episode or selection.in_streams) or selection.filter_fields or selection.mixes:
             return False
         storage = folders.storages[0]
         return folders.single and storage.layout.writable and not folders.mirrored
 
     def follow(self) -> bool:
-        """Take in what changed; False where only an `Index` can tell."""
+        """Take in the changes of the folder; returns False if the anchors must be read from an `Index` now."""
         if self.changes >= 0 and self._journal.is_current(self.storage, self.mark):
             return self._whole
-        whole, self._whole, self.changes = self._whole, False, -1  # whatever interrupts it, it is made anew then
+        whole, self._whole, self.changes = self._whole, False, -1  # after an interruption it is made anew
         with self._journal.lock:
             change = self._journal.follow(self.storage, self.mark)
             followed = whole and change.slots is not None
@@ -74,19 +77,19 @@ class LiveIndex(AnchorRuns):
         return self._whole
 
     def _begin(self) -> bool:
-        """Make it of all visible episodes."""
-        episodes = self._journal
-        room = episodes.order.shape[1]
-        self._first, self._count, self._starts = (np.zeros(size, np.int64) for size in (room, room, room + 1))
-        self._run_of = np.full(len(episodes.table.serial), -1)
-        self._low = self._high = episodes.head
-        self._streams = self._selection.no_streams(episodes.table) if self._selection.in_streams else None
+        """Make it anew from all visible episodes; returns False if one of them has several runs."""
+        journal = self._journal
+        size = journal.order.shape[1]
+        self._first, self._count, self._starts = (np.zeros(length, np.int64) for length in (size, size, size + 1))
+        self._run_of = np.full(len(journal.table.serial), -1)
+        self._low = self._high = journal.head
+        self._streams = self._selection.no_streams(journal.table) if self._selection.in_streams else None
         self.streams = None if self._streams is None else {0: self._streams}
         self.made += 1
-        return self._take_in(np.flatnonzero(episodes.shown))
+        return self._take_in(np.flatnonzero(journal.shown))
 
     def _take_in_steps(self, change: Change) -> bool:
-        """Take in steps that came or left, where each is an anchor; False where more may have changed."""
+        """Take in steps that were appended or dropped, if each step is an anchor; False: more may have changed."""
         moved = change.moved
         if not self._by_steps or moved is None:
             return False
@@ -99,11 +102,11 @@ class LiveIndex(AnchorRuns):
             return True
         low, last = self._low, self._high - 1
         middle, new, old = (low + last) // 2, last + 1, -1
-        for slot, fewer, more in zip(*moved, strict=True):
+        for slot, dropped, added in zip(*moved, strict=True):
             run = self._run_of.item(slot)
-            count[run] = counted = count.item(run) + more - fewer
-            if fewer:
-                first[run] = first.item(run) + fewer
+            count[run] = counted = count.item(run) + added - dropped
+            if dropped:
+                first[run] = first.item(run) + dropped
             if run == last:
                 starts[run + 1] = starts.item(run) + counted
             elif run == low:
@@ -117,43 +120,46 @@ class LiveIndex(AnchorRuns):
         return True
 
     def _take_in(self, slots: IntArray) -> bool:
-        """Take in the slots that changed; False where an episode has more than one run."""
-        episodes = self._journal
+        """Take in changed slots; False: an episode has more than one run, or its stream cannot be followed."""
+        journal = self._journal
         if not len(slots):
             return True
         changed = self._run_of.take(slots)
-        new = episodes.order[1, self._high : episodes.tail]
-        self._starts[self._high + 1 : episodes.tail + 1] = self._starts[self._high]
-        self._run_of[new] = np.arange(self._high, episodes.tail)
-        self._high = episodes.tail
-        shown, streams = slots[episodes.table.of(episodes.shown, slots)], self._streams
+        new = journal.order[1, self._high : journal.tail]
+        self._starts[self._high + 1 : journal.tail + 1] = self._starts[self._high]
+        self._run_of[new] = np.arange(self._high, journal.tail)
+        self._high = journal.tail
+        shown, streams = slots[journal.table.of(journal.shown, slots)], self._streams
         if streams is not None:
-            others = self._selection.follow(streams, self.storage, episodes.table, slots, shown)
+            others = self._selection.follow(streams, self.storage, journal.table, slots, shown)
             if others is None:
                 return False
             shown = np.union1d(shown, others)
-        shown_runs = self._selection.runs_of(0, self.storage, episodes.table, shown)
+        shown_runs = self._selection.runs_of(0, self.storage, journal.table, shown)
         if streams is not None:
             shown_runs = streams.fitting(shown_runs, self.stride)
-        if shown_runs.last is not None or episodes.has_inner_end(slots):
+        if shown_runs.last is not None or journal.has_inner_end(slots):
             return False
-        runs, theirs = self._run_of.take(shown_runs.slot), self._run_of.take(shown)
-        changed = np.concatenate([changed[changed >= self._low], theirs])
-        self._count[changed], self._first[theirs] = 0, episodes.table.start.take(shown)
+        runs, runs_of_shown = self._run_of.take(shown_runs.slot), self._run_of.take(shown)
+        changed = np.concatenate([changed[changed >= self._low], runs_of_shown])
+        self._count[changed], self._first[runs_of_shown] = 0, journal.table.start.take(shown)
         self._first[runs], self._count[runs] = shown_runs.first, shown_runs.count
         self._count_again(*self._ends_of(changed))
         return True
 
     def _ends_of(self, runs: IntArray) -> tuple[int, int]:
-        """(the oldest in the newer half of the list, the newest in the older half) of some runs that changed."""
+        """(the first of `runs` in the newer half of the list, the last in the older half), for `_count_again`."""
         newer = runs > (self._low + self._high - 1) // 2
         return int(runs.min(initial=self._high, where=newer)), int(runs.max(initial=-1, where=~newer))
 
     def _count_again(self, new: int, old: int) -> None:
-        """Count the anchors again from a run on, and up to a run: towards the nearer end of the list."""
+        """Set `_starts` again after run `new`, to the end of the list, and up to run `old`, back to its begin.
+
+        So changes near one end leave the other end as it is: that is why `starts` may begin at any number.
+        """
         low, high, starts = self._low, self._high, self._starts
         if new < high:
             starts[new + 1 : high + 1] = starts[new] + self._count[new:high].cumsum()
         if old >= low:
             starts[low : old + 1] = starts[old + 1] - self._count[low : old + 1][::-1].cumsum()[::-1]
-        self._low = max(low, self._journal.head)  # what has left before it counts nothing
+        self._low = max(low, self._journal.head)  # the runs before `head` are of episodes that are gone
