@@ -1,4 +1,8 @@
-"""Filters: conditions on the columns of episodes and of timesteps, and the runs of anchors that pass them."""
+"""Filters: conditions on columns of episodes and of timesteps, and the runs of anchors that pass them.
+
+`Selection` calls `matches` for each condition of `filter_meta`, and `filtered` for those of `filter_fields`. Numbers
+are compared exactly: a condition is first brought into the dtype of the column (`_rounded`, `_least_from`).
+"""
 
 from __future__ import annotations
 
@@ -15,21 +19,18 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.views.anchors import BoolArray, Runs
 
-CHUNK_STEPS = 1 << 20  # steps whose filter columns are looked at together
-START = "_start"  # in filters: the anchor's timestep itself, as `Window` calls it in a batch
+CHUNK_STEPS = 1 << 20  # about the number of steps whose columns are read at once
+START = "_start"  # in filters: the anchor's timestep itself, by the key that `Window` gives it in a batch
 VALID = "valid"  # the field that `set_valid` writes
 
 
 def matches(column: Array, condition: Any, name: str) -> BoolArray:
-    """Where a condition holds.
+    """(n,) whether a condition holds for each entry of a column.
 
     Args:
-        column: (n, …).
-        condition: as `Selection` says.
-        name: of the column, for an error.
-
-    Returns:
-        (n,) bool.
+        column: (n, …) numbers, bools or text.
+        condition: see `Selection`, `filter_meta`.
+        name: the name of the column, for errors.
 
     Raises:
         SchemaError: the condition does not fit the column.
@@ -50,28 +51,29 @@ def matches(column: Array, condition: Any, name: str) -> BoolArray:
     if hasattr(condition, "tolist"):
         condition = condition.tolist()  # a numpy or torch array, or scalar
     several = isinstance(condition, (tuple, set, frozenset, list, range))
-    among = [each.item() if hasattr(each, "item") else each for each in (condition if several else [condition])]
+    members = [each.item() if hasattr(each, "item") else each for each in (condition if several else [condition])]
     if isinstance(condition, tuple):
-        return _in_range(values, among, condition, name)
-    _require_alike(values, among, condition, name)
-    return _is_member(values, among)
+        return _in_range(values, members, condition, name)
+    _require_alike(values, members, condition, name)
+    return _is_member(values, members)
 
 
-def _require_alike(values: Array, among: list[Any], condition: Any, name: str) -> None:
-    """Raise SchemaError where a condition and a column are not both text or both numbers."""
+def _require_alike(values: Array, members: list[Any], condition: Any, name: str) -> None:
+    """Raise SchemaError: the condition is not of text, or numbers, as the column is. `members`: its values."""
     text = values.dtype.kind == "U"
-    if not all(isinstance(each, str if text else Number) for each in among):
+    if not all(isinstance(member, str if text else Number) for member in members):
         kind = "text" if text else f"numbers ({values.dtype})"
         raise SchemaError(f"filter {name!r}: got {condition!r}, but it holds {kind}; give such, or a callable")
-    if text and any(each.endswith("\0") for each in among):
+    if text and any(member.endswith("\0") for member in members):
         raise SchemaError(f"filter {name!r}: got {condition!r}; no text that is stored ends in NUL, so strip it")
 
 
 def _is_member(values: Array, members: list[Any]) -> BoolArray:
-    if values.dtype.kind in "biuf":  # others would be compared as the floats that both can be
-        real = [_rounded(each.real, values.dtype) for each in members if not each.imag]
-        exact = [least for each in real if (least := _least_from(each, values.dtype)) == each]
-        members = [each for each in exact if values.dtype.kind == "f" or isinstance(each, int)]
+    """(n,) whether each of `values` (n,) equals a member, exactly."""
+    if values.dtype.kind in "biuf":  # leave out members that the dtype cannot hold: they would be rounded to it
+        real = [_rounded(member.real, values.dtype) for member in members if not member.imag]
+        exact = [least for member in real if (least := _least_from(member, values.dtype)) == member]
+        members = [member for member in exact if values.dtype.kind == "f" or isinstance(member, int)]
     if not members:
         return np.zeros(len(values), np.bool_)
     wanted = np.array(members) if values.dtype.kind == "U" else np.array(members, values.dtype)
@@ -79,6 +81,7 @@ def _is_member(values: Array, members: list[Any]) -> BoolArray:
 
 
 def _in_range(values: Array, ends: list[Any], condition: tuple[Any, ...], name: str) -> BoolArray:
+    """(n,) whether low ≤ x < high for each of `values` (n,), exactly; `ends` are (low, high), None is open."""
     if len(ends) != 2:
         raise SchemaError(f"filter {name!r}: got {condition!r}; a tuple is (low, high), use a set or list for members")
     bounds = [end for end in ends if end is not None]
@@ -100,17 +103,17 @@ def _in_range(values: Array, ends: list[Any], condition: tuple[Any, ...], name: 
 
 
 def _rounded(number: Any, dtype: np.dtype[Any]) -> Any:
-    """A float as a column of floats would hold it: 0.1 means the float32 next to it; other numbers as they are."""
+    """A float as a column of floats holds it: 0.1 becomes the nearest float32. Other numbers stay as they are."""
     if dtype.kind != "f" or not isinstance(number, float):
         return number
-    with np.errstate(over="ignore"):  # 1e300 is infinite as a float32, and so it compares
+    with np.errstate(over="ignore"):  # 1e300 becomes infinite as a float32, which compares as it should
         return float(dtype.type(number))
 
 
 def _least_from(number: Any, dtype: np.dtype[Any]) -> Any:
-    """The smallest number of a dtype that is not below one given: x < that one where, and only where, x < this one.
+    """The smallest value of a dtype that is at least `number`: for every x of the dtype, x < number if x < this value.
 
-    It is Python's own, as numpy rounds an int before it compares it with a float; infinite where each is below it.
+    It is a Python number, as numpy rounds an int before it compares it with a float; inf if no value is that high.
     """
     if isinstance(number, float) and (dtype.kind == "f" or not math.isfinite(number)):
         return number
@@ -125,9 +128,12 @@ def _least_from(number: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def filtered(runs: Runs, storage: Storage, filters: Mapping[str, Any], stride: int) -> Runs:
-    """Split runs into those whose every anchor passes the filters: one scan of the columns, in chunks."""
+    """The runs of the anchors that pass the filters: a run may become several, or none.
+
+    The columns are read in chunks of about `CHUNK_STEPS` timesteps; a plain condition on "_start" reads nothing.
+    """
     bounds = _bounds(filters.get(START)) if runs.last is None else None
-    if bounds is not None:  # of any number of timesteps at no cost
+    if bounds is not None:
         runs = _between(runs, *bounds, stride)
         filters = {name: condition for name, condition in filters.items() if name != START}
         if not filters:
@@ -141,7 +147,7 @@ def filtered(runs: Runs, storage: Storage, filters: Mapping[str, Any], stride: i
 
 
 def _bounds(condition: Any) -> tuple[int | None, int | None] | None:
-    """The whole numbers low ≤ x < high that a condition on the timestep keeps, if it is so plain."""
+    """(low, high) if a condition on the timestep t means low ≤ t < high with whole numbers; else None."""
     if type(condition) is int:
         return condition, condition + 1
     if isinstance(condition, tuple) and len(condition) == 2 and {type(end) for end in condition} <= {int, type(None)}:
@@ -150,7 +156,7 @@ def _bounds(condition: Any) -> tuple[int | None, int | None] | None:
 
 
 def _between(runs: Runs, low: int | None, high: int | None, stride: int) -> Runs:
-    """The anchors with low ≤ t < high."""
+    """The runs of the anchors with low ≤ t < high."""
     begin = 0 if low is None else np.clip(-(-(low - runs.first) // stride), 0, runs.count)
     end = runs.count if high is None else np.clip(-(-(high - runs.first) // stride), begin, runs.count)
     kept = runs.replaced(first=runs.first + begin * stride, count=np.asarray(end - begin))
@@ -158,7 +164,7 @@ def _between(runs: Runs, low: int | None, high: int | None, stride: int) -> Runs
 
 
 def _split(runs: Runs, stride: int) -> Runs:
-    """The anchors in runs of at most `CHUNK_STEPS`, as the record of an episode may claim billions of timesteps."""
+    """Runs of at most `CHUNK_STEPS` with the same anchors: a forged record may claim billions of timesteps."""
     parts = -(-runs.count // CHUNK_STEPS)
     run = np.repeat(np.arange(len(parts)), parts)
     before = (np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)) * CHUNK_STEPS
@@ -167,7 +173,7 @@ def _split(runs: Runs, stride: int) -> Runs:
 
 
 def _chunks(count: IntArray) -> Iterator[IntArray]:
-    """Run numbers, in groups of some `CHUNK_STEPS` anchors."""
+    """The numbers of the runs, in groups of about `CHUNK_STEPS` anchors. Args: count: (R,) anchors of each run."""
     group = np.cumsum(count) // CHUNK_STEPS
     return (np.flatnonzero(group == number) for number in np.unique(group))
 
@@ -175,7 +181,7 @@ def _chunks(count: IntArray) -> Iterator[IntArray]:
 def _scan(
     runs: Runs, chunk: IntArray, storage: Storage, filters: Mapping[str, Any], stride: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """(run, first, count) of the runs that survive in a chunk."""
+    """(run that it is a part of, first, count) of each run of anchors that pass, among the runs numbered `chunk`."""
     part = runs.where(chunk)
     run = np.repeat(np.arange(len(chunk)), part.count)
     t = part.first[run] + (np.arange(len(run)) - np.repeat(np.cumsum(part.count) - part.count, part.count)) * stride
@@ -185,7 +191,7 @@ def _scan(
     for name, condition in filters.items():
         keep &= matches(_column(storage, name, part.slot[run], part.serial[run], t), condition, name)
         if name not in (START, VALID):
-            keep &= t >= 0  # there is no step
+            keep &= t >= 0  # an anchor before its episode has no step to which the condition could apply
     joined = keep[1:] & keep[:-1] & (run[1:] == run[:-1])
     begins = np.flatnonzero(keep & ~np.concatenate([[False], joined]))
     ends = np.flatnonzero(keep & ~np.concatenate([joined, [False]]))
@@ -193,7 +199,7 @@ def _scan(
 
 
 def _column(storage: Storage, name: str, slot: IntArray, serial: IntArray, t: IntArray) -> Array:
-    """A field, or the timesteps themselves as "_start", at (slot, t); before an episode its first step stands."""
+    """A field at the timesteps t (n,), of the first step for t < 0; for "_start" the timesteps themselves."""
     if name == START:
         return t
     field = storage.layout.schema.fields[name]
