@@ -1,4 +1,8 @@
-"""`Selection`: the anchors that are wanted; and the index of those that exist at one moment."""
+"""`Selection`: the anchors that the options of a reader choose (view, filters, split, weights), and the index of them.
+
+`loading.options` makes a `Selection`; `Selection.index` makes the `Index` of the anchors that exist in given tables.
+The way there: `_passing` chooses the slots of a folder, `_cut` has the view cut their anchors into runs.
+"""
 
 from __future__ import annotations
 
@@ -34,33 +38,33 @@ from memmap_buffer.views.batch_builder import Ends
 from memmap_buffer.views.folders import Folders, id_of
 from memmap_buffer.views.view import View, described
 
-MAX_BLOCK = 1000  # episodes among which a split deals out exactly
+MAX_BLOCK = 1000  # the most successive serials among which a split deals out exact shares, see `_block`
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The anchors that are wanted of the episodes that exist: a view, filters, a split.
+    """The choice of anchors among all episodes: a view, filters, a split, weights.
 
     Args:
         view: how items are cut.
         filter_meta: meta field, or one of `EPISODE_COLUMNS` -> condition: a scalar (equal), a set or list (member),
             (low, high) (low ≤ x < high, None is open), or a callable from the column to bools. All must hold.
-        filter_fields: field -> condition on step t, where an item may begin; "_start" is t itself, so {"_start": 0}
-            serves items that begin with their episode. Where a bool field `valid` of no shape was declared,
-            {"valid": True} holds unless another condition on it is given; see `excluding`.
-        min_episode_len: timesteps.
-        top_k: (meta field, k): only the k episodes where it is highest.
-        mark: what a person marked them as.
-        weight_by: a meta field, or one of `EPISODE_COLUMNS`: an episode's anchors are drawn in proportion to it, and
-            not at all where it is 0. Or (name, a function from the column to weights), or a function of
-            `EpisodeColumns`.
-        split: name -> fraction of the episodes: an episode's part follows from its serial alone, so it never changes.
-            Or name -> number of episodes, out of the oldest, before any filter.
-        part: the name of the split's part that is wanted.
-        split_seed: which episodes each part gets.
-        random: whether each item is given random numbers.
+        filter_fields: field -> condition on the anchor's timestep t; "_start" is t itself, so {"_start": 0} serves
+            items that begin with their episode. If a bool field `valid` of shape () is declared, {"valid": True} is
+            added unless another condition on it is given; see `excluding`.
+        min_episode_len: the least number of timesteps of an episode.
+        top_k: (meta field, k): only the k episodes with the highest values.
+        mark: a condition on the marks that a person set.
+        weight_by: a meta field, or one of `EPISODE_COLUMNS`: the weight of each anchor of an episode; anchors are drawn
+            in proportion to it. Or (name, a function from the column to weights), or a function from `EpisodeColumns`
+            to weights.
+        split: name -> fraction of the episodes: the part of an episode depends on its serial alone, so it never
+            changes. Or name -> number of episodes, of the oldest ones, before any filter.
+        part: the name of the part of the split that is wanted.
+        split_seed: it chooses which episodes each part gets.
+        random: whether each item needs random numbers (`Anchors.chance`).
         mixes: whether an item holds rows of other items of its batch, so that batches cannot be read together.
-        members: the number of a folder -> the serials of its episodes that are in the part, where `split` counts them.
+        members: number of a folder -> the serials of its episodes in the part; set where `split` counts episodes.
     """
 
     view: View
@@ -78,7 +82,7 @@ class Selection:
     members: Mapping[int, IntArray] | None = None
 
     def check(self, schema: Schema) -> None:
-        """Raise SchemaError for a name that was not declared, or a condition that can never be meant."""
+        """Raise SchemaError: a name is not declared, or an option has a value that makes no sense."""
         check_count("min_episode_len", self.min_episode_len, 0)
         if not isinstance(self.split_seed, int):
             raise SchemaError(f"split_seed: got {self.split_seed!r}, expected a whole number")
@@ -102,12 +106,12 @@ class Selection:
             raise SchemaError(f"part: got {self.part!r} without split; give split={{{self.part!r}: 0.9, …}} too")
 
     def excluding(self, schema: Schema) -> Selection:
-        """The selection without the anchors that the field `valid` excludes, where the schema has one.
+        """The selection without the anchors that the field `valid` excludes, if the schema has that field.
 
-        The anchor must be valid: the timestep, the first step of a transition or a window (the episode's, where the
-        window begins before it), offset 0. Other steps of an item, such as the later ones of a window or the rewards of
-        n steps, are given as they are, with `valid` among the fields. Whole episodes and crops are served if any of
-        their steps is valid.
+        The timestep of the anchor must be valid: the first step of a transition or a window, or offset 0. An anchor
+        before its episode stands for the first step. The other steps of an item are not filtered: the later ones of a
+        window are in the batch, with `valid` among the fields. Whole episodes and crops are served if any of their
+        steps is valid.
         """
         field = schema.fields.get(VALID)
         if field is None or field.dtype != "bool" or field.shape or VALID in self.filter_fields:
@@ -123,7 +127,7 @@ class Selection:
         return replace(self, filter_meta=meta, filter_fields=fields, weight_by=weight_by)
 
     def describe(self) -> str:
-        """The view and the options that narrow it, for an error."""
+        """The view and the options that narrow the choice, for the text of an error."""
         least = f"min_episode_len={self.min_episode_len}"
         return ", ".join([f"view {described(self.view)}", least, *self.narrowed])
 
@@ -138,101 +142,105 @@ class Selection:
 
     @property
     def has_callables(self) -> bool:
+        """Whether a filter or the weight is a callable, which may look at all episodes together."""
         weigh = weighing(self.weight_by)[1]
         return any(map(callable, [*self.filter_meta.values(), *self.filter_fields.values(), weigh]))
 
     def index(
         self, folders: Folders, tables: Sequence[EpisodeTable] | None = None, before: Index | None = None
     ) -> Index:
-        """The anchors that exist in the tables as last read, or in these.
+        """The index of the chosen anchors that exist.
 
         Args:
             folders: the folders that are read.
-            tables: of each folder; default: as last read.
-            before: an earlier index of the same folders, and by the same marks; only episodes that changed since are
-                looked at.
+            tables: one for each folder; default: the tables as last read.
+            before: an earlier index of the same selection, folders and marks: the runs of episodes that did not change
+                are taken from it.
         """
-        each = folders.by_number(folders.tables if tables is None else tables)
+        numbered = folders.by_number(folders.tables if tables is None else tables)
         if _counts(self.split):
-            return replace(self, split=None, members=self._members(each)).index(folders, tables)
+            return replace(self, split=None, members=self._members(numbered)).index(folders, tables)
         streams = None
-        if self.top_k is not None or self.view.continues:  # other episodes tell which anchors one has
-            slots = self.slots(each)
-            parts = [self._cut(*folder[1:], chosen) for folder, chosen in zip(each, slots, strict=True)]
+        if self.top_k is not None or self.view.continues:  # the anchors of an episode depend on other episodes
+            slots = self.slots(numbered)
+            parts = [self._cut(*folder[1:], chosen) for folder, chosen in zip(numbered, slots, strict=True)]
             if self.view.continues:
-                streams = self._streams(each, slots)
-                parts = [streams[folder[0]].fitting(p, self.view.stride) for folder, p in zip(each, parts, strict=True)]
-        else:  # a callable may tell by all episodes which of them pass
+                streams = self._streams(numbered, slots)
+                parts = [
+                    streams[folder[0]].fitting(part, self.view.stride)
+                    for folder, part in zip(numbered, parts, strict=True)
+                ]
+        else:  # with callables, an episode that did not change may pass or fail because of others that did
             earlier = () if before is None or self.has_callables else before.by_folder()
             earlier_by_number = {made_of.number: (made_of.table, runs) for made_of, runs in earlier}
-            parts = [self._runs(*folder, *earlier_by_number.get(folder[0], ())) for folder in each]
+            parts = [self._runs(*folder, *earlier_by_number.get(folder[0], ())) for folder in numbered]
         weight = None
         if self.weight_by is not None:
-            weights = weights_of(each, parts, self.weight_by)
+            weights = weights_of(numbered, parts, self.weight_by)
             parts = [part.where(np.flatnonzero(w)) for part, w in zip(parts, weights, strict=True)]
             weight = np.concatenate(weights)
         runs, sizes = Runs.joined(parts), [len(part.slot) for part in parts]
         return Index(
             *(runs.slot, runs.serial, runs.first, sums(runs.count)),
             stride=self.view.stride,
-            folder=None if folders.single else np.repeat([number for number, *_ in each], sizes),
+            folder=None if folders.single else np.repeat([number for number, *_ in numbered], sizes),
             last=runs.last if runs.slot.size else None,
             weight_sums=None if weight is None else sums(runs.count * weight[weight > 0]),
-            tables=tuple([FolderTable(number, id_of(storage), table) for number, storage, table in each]),
+            tables=tuple([FolderTable(number, id_of(storage), table) for number, storage, table in numbered]),
             streams=streams,
         )
 
-    def slots(self, each: Sequence[NumberedFolder]) -> list[IntArray]:
-        """The slots whose episodes pass, folder by folder."""
+    def slots(self, numbered: Sequence[NumberedFolder]) -> list[IntArray]:
+        """The slots whose episodes pass the filters, for each folder."""
         if _counts(self.split):
-            return replace(self, split=None, members=self._members(each)).slots(each)
-        slots = [self._passing(*folder, folder[-1].visible) for folder in each]
-        return slots if self.top_k is None else _highest(each, slots, *self.top_k)
+            return replace(self, split=None, members=self._members(numbered)).slots(numbered)
+        slots = [self._passing(*folder, folder[-1].visible) for folder in numbered]
+        return slots if self.top_k is None else _highest(numbered, slots, *self.top_k)
 
-    def _streams(self, each: Sequence[NumberedFolder], slots: Sequence[IntArray]) -> dict[int, Streams]:
-        """The streams of the episodes that pass, by the numbers of the folders."""
+    def _streams(self, numbered: Sequence[NumberedFolder], slots: Sequence[IntArray]) -> dict[int, Streams]:
+        """Number of a folder -> the streams of its episodes that pass, which are in `slots`."""
         streams = {}
-        for (number, storage, table), passing in zip(each, slots, strict=True):
+        for (number, storage, table), passing in zip(numbered, slots, strict=True):
             streams[number] = self.no_streams(table)
             self.follow(streams[number], storage, table, passing, passing)
         return streams
 
     def no_streams(self, table: EpisodeTable) -> Streams:
-        """The streams of a folder before any episode is taken in."""
+        """The streams of a folder, still without episodes."""
         return Streams(self.view.continues, len(table.serial))
 
     def follow(
         self, streams: Streams, storage: Storage, table: EpisodeTable, slots: IntArray, shown: IntArray
     ) -> IntArray | None:
-        """Have the streams of a folder take in what changed, see `Streams.take_in`."""
+        """Let the streams of a folder take in changed slots, see `Streams.take_in`."""
         name, unknown = self.view.stream, shown[streams.unknown(table, shown)]
         names = None if name is None else episode_column(storage, table, name, unknown)
         return streams.take_in(table, slots, shown, names)
 
     @cached_property
     def by_episode(self) -> bool:
-        """Whether the anchors of an episode follow from it alone, so that `runs_of` finds them."""
+        """Whether the anchors of an episode depend on that episode alone, so that `runs_of` finds them."""
         follows = self.top_k or self.weight_by or self.has_callables or self.view.continues or _counts(self.split)
         return not follows and self.mark is None
 
     @property
     def in_streams(self) -> bool:
-        """Whether they follow from it and from those around it in its stream, of which none is left out."""
+        """Whether the anchors of an episode depend on it and its neighbours in its stream, and none is left out."""
         return bool(self.view.continues) and self.takes_every_episode and self.top_k is None and self.weight_by is None
 
     @property
     def takes_every_episode(self) -> bool:
-        """Whether no episode is left out, whatever it is."""
+        """Whether no option can leave out an episode."""
         narrowed = self.filter_meta or self.mark is not None or self.split is not None or self.members is not None
         return self.min_episode_len <= 1 and not narrowed
 
     def by_steps(self, schema: Schema) -> bool:
-        """Whether a step more or less of an episode that goes on is an anchor more or less, and nothing else."""
+        """Whether a step that is appended or dropped adds or removes one anchor of its episode, and no more changes."""
         ends = self.view.ends(schema)
         return self.view.one_per_step and self.takes_every_episode and (ends.recorded or ends.terminated is None)
 
     def runs_of(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
-        """The runs of some visible slots of a folder, those of each episode found by itself; see `by_episode`."""
+        """The runs of visible slots of a folder; right only where `by_episode` or `in_streams` is true."""
         return self._cut(storage, table, self._passing(number, storage, table, slots))
 
     def _runs(
@@ -243,7 +251,7 @@ class Selection:
         before: EpisodeTable | None = None,
         runs: Runs | None = None,
     ) -> Runs:
-        """The runs of a folder, oldest episode first; those of an earlier table stay where nothing changed."""
+        """The runs of a folder, oldest episode first. Unchanged episodes keep their `runs`, of the table `before`."""
         if before is None or runs is None or len(before.check) != len(table.check):
             return self._cut(storage, table, self._passing(number, storage, table, table.visible))
         if table is before:
@@ -252,7 +260,7 @@ class Selection:
         changed |= (table.start != before.start) | (table.length != before.length)
         slots = self._passing(number, storage, table, table.visible[changed.take(table.visible)])
         stay = np.flatnonzero(~changed.take(runs.slot))
-        # Mostly the oldest episodes leave and the newest grow: the runs between them are a slice of the old ones.
+        # Usually the oldest episodes leave and the newest grow: then the runs that stay are a slice, which is a view.
         between = len(stay) > 0 and stay[-1] - stay[0] == len(stay) - 1
         kept = runs.where(slice(stay[0], stay[-1] + 1) if between else stay)
         runs = Runs.joined([kept, self._cut(storage, table, slots)])
@@ -260,8 +268,8 @@ class Selection:
         return runs if in_order else runs.where(np.argsort(runs.serial, kind="stable"))
 
     def _passing(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
-        """The slots, of some that are visible, whose episodes pass."""
-        if self.view.per_episode and table.whole is not table.visible:  # one that a ring has trimmed is none any more
+        """The slots, among these visible ones, whose episodes pass the filters."""
+        if self.view.per_episode and table.whole is not table.visible:  # a ring has dropped steps of some episodes
             slots = slots[table.start[slots] == 0]
         if self.takes_every_episode:
             return slots
@@ -277,7 +285,7 @@ class Selection:
         return slots if keep.all() else slots[keep]
 
     def _cut(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
-        """The runs of anchors of some visible slots."""
+        """The runs of anchors of visible slots: what the view gives, split at ends in the middle, then filtered."""
         if not len(slots):
             return Runs(slots, slots, slots, slots)
         schema, flags, length = storage.layout.schema, table.of(table.flags, slots), table.of(table.length, slots)
@@ -295,52 +303,53 @@ class Selection:
             return filtered(runs, storage, self.filter_fields, self.view.stride)
         keep = runs.count > 0
         if self.view.per_episode:
-            keep &= start == 0  # one that a ring has trimmed is no whole episode
+            keep &= start == 0  # an episode of which a ring has dropped steps is not whole
         if self.filter_fields:
             keep &= np.isin(slots, filtered(episodes, storage, self.filter_fields, 1).slot)
         return runs if keep.all() else runs.where(np.flatnonzero(keep))
 
     def _in_part(self, serial: IntArray, number: int) -> BoolArray:
-        """Whether episodes fall into the part's share of [0, 1), by a hash of (seed, folder, serial).
+        """(E,) whether episodes are in the part, by a hash of (seed, folder, serial).
 
-        Of so many successive serials as make every share a whole number, each part gets exactly its share.
+        Serials are taken in blocks of so many that every share of a block is a whole number. Within a block episodes
+        are ranked by their hashes, and each part gets exactly its share of the ranks.
         """
         edges, start = self._edges()
         block = _block(*edges.tolist())
-        edges[edges > 1 - 1e-9] = np.inf  # all that is left, though a sum of fractions may miss 1 by a bit
+        edges[edges > 1 - 1e-9] = np.inf  # the last part gets the rest: a sum of fractions may miss 1 by rounding
         blocks, place = np.unique(serial // block, return_inverse=True)
         chance = self._chance(blocks[:, None] * block + np.arange(block), number)
         rank = np.argsort(np.argsort(chance, axis=1), axis=1)
         u = (rank[place, serial % block] + 0.5) / block
         return np.asarray((u >= edges[start]) & (u < edges[start + 1]))
 
-    def _members(self, each: Sequence[NumberedFolder]) -> dict[int, IntArray]:
-        """The serials of the part, folder by folder, where the split counts episodes."""
+    def _members(self, numbered: Sequence[NumberedFolder]) -> dict[int, IntArray]:
+        """Number of a folder -> the serials in the part, where the split counts episodes."""
         edges, start = self._edges()
-        serials = [table.serial[table.visible] for *_, table in each]
-        numbers = np.repeat([number for number, *_ in each], [len(part) for part in serials])
+        serials = [table.serial[table.visible] for *_, table in numbered]
+        numbers = np.repeat([number for number, *_ in numbered], [len(part) for part in serials])
         count, every = int(edges[-1]), np.concatenate(serials)
         if len(every) < count:
             text = f"split: {dict(self.split or {})} takes {count} episodes, there are {len(every)}; give lower numbers"
-            raise NotEnoughDataError(f"{each[0][1].path}: {text}, or fractions", episodes=len(every))
-        chance = [self._chance(part, number) for (number, *_), part in zip(each, serials, strict=True)]
+            raise NotEnoughDataError(f"{numbered[0][1].path}: {text}, or fractions", episodes=len(every))
+        chance = [self._chance(part, number) for (number, *_), part in zip(numbered, serials, strict=True)]
         order = np.argsort(np.concatenate(chance)[:count], kind="stable")[int(edges[start]) : int(edges[start + 1])]
-        return {number: every[order[numbers[order] == number]] for number, *_ in each}
+        return {number: every[order[numbers[order] == number]] for number, *_ in numbered}
 
     def _edges(self) -> tuple[FloatArray, int]:
-        """The sums of the shares, from 0 to that of all, and which of them the part begins at."""
+        """(the cumulative shares, from 0 to the sum of all; i: the part is from edge i to edge i + 1)."""
         shares = dict(self.split or {})
         return np.cumsum([0.0, *shares.values()]), [*shares].index(self.part or "")
 
     def _chance(self, serial: IntArray, number: int) -> npt.NDArray[np.uint64]:
-        """A random number for each episode of a folder."""
+        """A pseudorandom uint64 for each episode of a folder, by its serial: the same at every call."""
         key = np.uint64((self.split_seed * GOLDEN + number * 0xD1B54A32D192ED03) % 2**64)
         return splitmix(serial.astype(np.uint64) + key)
 
 
-def _highest(each: Sequence[NumberedFolder], slots: Sequence[IntArray], name: str, k: int) -> list[IntArray]:
-    """The slots of the k episodes, of all folders, whose meta field is highest; newer episodes where it is equal."""
-    columns = [episode_column(*folder[1:], name, chosen) for folder, chosen in zip(each, slots, strict=True)]
+def _highest(numbered: Sequence[NumberedFolder], slots: Sequence[IntArray], name: str, k: int) -> list[IntArray]:
+    """The slots of the k episodes, among those of all folders, with the highest values; of equal values the newer."""
+    columns = [episode_column(*folder[1:], name, chosen) for folder, chosen in zip(numbered, slots, strict=True)]
     values = np.concatenate([column.reshape(-1) for column in columns])
     best = np.zeros(len(values), np.bool_)
     best[np.argsort(values, kind="stable")[::-1][:k]] = True
@@ -349,6 +358,7 @@ def _highest(each: Sequence[NumberedFolder], slots: Sequence[IntArray], name: st
 
 
 def _check_top_k(top_k: object, schema: Schema) -> None:
+    """Raise SchemaError: `top_k` is not (a column of numbers, k)."""
     if top_k is None:
         return
     if not (isinstance(top_k, tuple) and len(top_k) == 2 and type(top_k[1]) is int and top_k[1] > 0):
@@ -357,6 +367,7 @@ def _check_top_k(top_k: object, schema: Schema) -> None:
 
 
 def _check_number(where: str, name: str | None, schema: Schema) -> None:
+    """Raise SchemaError, about the option `where`: `name` is no column of single numbers."""
     if name in (None, *EPISODE_COLUMNS):
         return
     if name not in schema.meta_fields:
@@ -384,14 +395,16 @@ def _check_split(split: object, part: str | None) -> None:
 
 
 def _counts(split: object) -> bool:
-    """Whether a split says how many episodes each part has, and not which fraction of them."""
+    """Whether a split gives numbers of episodes, not fractions."""
     shares = split.values() if isinstance(split, Mapping) else ()
     return bool(shares) and all(isinstance(share, (int, np.integer)) for share in shares)
 
 
 @lru_cache(maxsize=32)
 def _block(*ends: float) -> int:
-    """The smallest number of episodes of which every share is a whole number; else of which each part gets one."""
+    """The smallest number of episodes that the edges divide into whole numbers; if it is too high, one that gives each
+    part about two episodes at least.
+    """
     edges = np.array(ends)
     for count in range(1, MAX_BLOCK):
         if (np.abs(edges * count - np.rint(edges * count)) < 1e-6).all():
@@ -401,9 +414,13 @@ def _block(*ends: float) -> int:
 
 
 class _Parts(NamedTuple):
-    """Episodes cut behind each end in their middle, all (P,): which of them each part is of, where it begins and stops.
+    """Episodes cut into P parts, behind each end in their middle.
 
-    ended: whether it terminated there, for those that are not the last of their episode.
+    Attributes:
+        number: (P,) the position of the part's episode.
+        begin, stop: (P,) the timesteps of the part are begin … stop - 1.
+        is_last: (P,) whether it is the last part of its episode.
+        ended: (P,) whether the episode terminated at the end of the part; only right for parts that are not the last.
     """
 
     number: IntArray
@@ -413,21 +430,27 @@ class _Parts(NamedTuple):
     ended: BoolArray
 
     def anchors(self, view: View, schema: Schema, episodes: Runs, has_final: BoolArray, ended: BoolArray) -> Runs:
-        """The anchors of each part, as if it were an episode; behind other steps the first of them begins the part."""
+        """The anchors of the parts, each taken for an episode.
+
+        Padding in front is for parts that begin an episode. Other parts have steps before them: their anchors before
+        the first step are dropped.
+        """
         parts = episodes.where(self.number).replaced(count=self.stop - self.begin)
         final = has_final[self.number] & self.is_last
         terminated = np.where(self.is_last, ended[self.number], self.ended)
         runs = view.anchors(schema, parts, final, terminated)
         early = np.where(self.begin > 0, np.maximum(-runs.first, 0), 0)
         first, last = runs.first + early + self.begin, None if runs.last is None else runs.last + self.begin
-        if early.any():  # as many as if so many steps less were padded in front, and one where there is any
+        if early.any():  # count again for parts without `early` anchors; a part that had an anchor keeps one
             fewer = view.anchors(schema, parts.replaced(count=parts.count - early), final, terminated)
             runs = runs.replaced(count=np.maximum(fewer.count, np.minimum(runs.count, 1)))
         return Runs(runs.slot, runs.serial, first, runs.count, last)
 
 
 def _parts(storage: Storage, episodes: Runs, start: IntArray, inner: IntArray, ends: Ends) -> _Parts:
-    """The parts of episodes (E,) from `start` on, those at positions `inner` cut: their columns of `ends` are read."""
+    """The parts of episodes (E,) from step `start` (E,) on. Those at the positions `inner` are cut at ends in their
+    middle, for which the fields of `ends` are read.
+    """
     slots, serials, length = episodes.slot, episodes.serial, episodes.count
     if not len(inner):
         last = np.ones(len(slots), np.bool_)
@@ -438,14 +461,14 @@ def _parts(storage: Storage, episodes: Runs, start: IntArray, inner: IntArray, e
         for name in ends.names:
             first = int(storage.first_row(slots[i : i + 1], storage.layout.schema.fields[name].final)[0])
             column = storage.read_rows(name, slice(first, first + len(is_end)), slots[i], serials[i])
-            here = column.any(axis=tuple(range(1, column.ndim)))
-            is_end |= here
-            terminated |= here & (name == ends.terminated)
-        at = np.flatnonzero(is_end)
-        at = at[at >= start[i]]
-        numbers.append(np.full(len(at), i))
-        stops.append(at + 1)
-        ended.append(terminated[at])
+            is_true = column.any(axis=tuple(range(1, column.ndim)))
+            is_end |= is_true
+            terminated |= is_true & (name == ends.terminated)
+        ends_at = np.flatnonzero(is_end)
+        ends_at = ends_at[ends_at >= start[i]]
+        numbers.append(np.full(len(ends_at), i))
+        stops.append(ends_at + 1)
+        ended.append(terminated[ends_at])
     number, stop = np.concatenate(numbers), np.concatenate(stops)
     order = np.lexsort((stop, number))
     number, stop = number[order], stop[order]
@@ -455,7 +478,7 @@ def _parts(storage: Storage, episodes: Runs, start: IntArray, inner: IntArray, e
 
 
 def _ended(storage: Storage, episodes: Runs, flags: npt.NDArray[np.uint32], ends: Ends) -> BoolArray:
-    """The episodes that terminated, as a mask: the record tells, or the last step is read."""
+    """(E,) whether the episodes terminated: the record tells, or the last step is read."""
     slots, serials, length = episodes.slot, episodes.serial, episodes.count
     name = ends.terminated
     if ends.recorded:
