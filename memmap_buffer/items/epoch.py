@@ -1,6 +1,9 @@
-"""One epoch: its order, the episodes that it covers, and how much of it was handed out.
+"""One epoch of a loader: its items, how many of them were delivered, and its state in a checkpoint.
 
-`EpochSnapshot` tells in a few numbers which episodes an epoch covers; from them another process builds the same index.
+`loading.epochs` makes an `Epoch` for each pass over the data. `Epoch.state` describes the episodes that it covers by an
+`EpochSnapshot`, a few numbers for each folder; `EpochSnapshot.index` makes the same index again from them, in another
+process or after a restart. The functions behind `FolderState` compare the folders that the ranks of a distributed
+training read; the last ones pack long states as text.
 """
 
 from __future__ import annotations
@@ -27,24 +30,24 @@ from memmap_buffer.views.folders import Folders
 
 _NUMBER = attrgetter("number")
 NONE: IntArray = np.empty((0, 2), np.int64)
-MANY_RANGES = 1000  # from here on they are told packed
-MANY_FOLDERS = 16  # of one range each: more are told packed
-ID_BYTES = 8  # of the id of each of these: enough to tell it from any other
-OTHER = 255  # in the place of a number that is not less
+MANY_RANGES = 1000  # the most ranges of serials that a state lists; more are packed as text
+MANY_FOLDERS = 16  # the most plain folders that a state lists; more are packed as text
+ID_BYTES = 8  # of the id of each packed folder: enough to tell two apart
+OTHER = 255  # in a packed byte: the number is at least this, and stands behind
 
 
 class Handing:
-    """How far an epoch is handed out.
+    """The progress of an epoch: how many of its items were delivered.
 
     Args:
-        number: of the epoch.
-        begun: how many of its items were handed out before, by another process.
-        items: how many it has.
+        number: the number of the epoch.
+        begun: the items that were delivered before, by the process whose state was loaded.
+        items: the number of its items.
 
     Attributes:
-        partition: the items that this process hands out.
-        batches: how many batches it has handed out.
-        over: whether that was the last.
+        partition: the items that this process delivers; None before they are known.
+        batches: the batches that this process has delivered.
+        over: whether that was the last one.
     """
 
     def __init__(self, number: int, begun: int, items: int) -> None:
@@ -55,29 +58,29 @@ class Handing:
 
     @property
     def delivered(self) -> int:
-        """How many of its items were handed out, over all ranks, which are taken to be equally far."""
+        """The number of delivered items, of all ranks together, which are taken to be equally far."""
         return self.begun if self.partition is None else self.partition.num_given(self.batches)
 
     def end(self) -> None:
-        """The last batch was handed out."""
+        """Note that the last batch was delivered."""
         self.over = True
 
     def delivering(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, counted as they are handed out."""
+        """Count the batches as they are delivered; gives the same batches."""
         return _Delivery(self, batches)
 
 
 class Epoch(Handing):
-    """An epoch whose items are fixed, while its batches are handed out.
+    """An epoch whose items are fixed from its begin on.
 
     Args:
-        seed, number, shuffle: its order.
+        seed, number, shuffle: they choose its order.
         index: its items.
-        snapshot: the episodes that it covers, where they are known already.
-        begun: how many of its items were handed out before, by another process.
+        snapshot: the episodes that it covers, if they are known already.
+        begun: the items that were delivered before, see `Handing`.
 
     Attributes:
-        traffic: what is fetched for it into caches that have a bound.
+        traffic: the bytes that are fetched during the epoch into caches with a bound; None if there are none.
     """
 
     def __init__(
@@ -96,25 +99,25 @@ class Epoch(Handing):
         self.traffic: Traffic | None = None
 
     def end(self) -> None:
-        """The last batch was handed out; the log says what was fetched."""
+        """Note that the last batch was delivered, and log how much was fetched."""
         super().end()
         if self.traffic is not None:
             self.traffic.tell(f"epoch {self.number}")
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, in numbers, strings and lists."""
-        if self._snapshot is None:  # made when a state is asked for, as it looks at every episode
+        """The state for a checkpoint: numbers, strings and lists."""
+        if self._snapshot is None:  # only now, as making it looks at every episode
             self._snapshot = EpochSnapshot.of(self.index)
         position = {"seed": self.seed, "epoch": self.number, "delivered": self.delivered}
         return {**position, **self.shuffle.state(), **self._snapshot.state()}
 
     def generator(self, first: int) -> np.random.Generator:
-        """A generator for the items from number `first` on, which take one number each."""
+        """A generator for the items from number `first` on; each item draws one number from it."""
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, self.number))).advance(first))
 
 
 class _Delivery:
-    """Counts the batches of an epoch. No generator, as that would end with the first batch that fails."""
+    """An iterator that counts the batches of an epoch. A generator would end with the first batch that fails."""
 
     def __init__(self, epoch: Handing, batches: Iterator[Any]) -> None:
         self._epoch, self._batches = epoch, batches
@@ -129,7 +132,7 @@ class _Delivery:
             self._epoch.end()
             raise
         except Exception:
-            self._epoch.batches += 1  # it had its turn, and the next call gives the one after it
+            self._epoch.batches += 1  # a failed batch counts as delivered: the next call gives the one after it
             raise
         self._epoch.batches += 1
         return batch
@@ -140,12 +143,11 @@ class FolderSnapshot:
     """The episodes of one folder that an epoch covers.
 
     Args:
-        number: of the folder.
-        id: of the buffer, or the begin of it; "" where there is none under its number.
-        episodes: (n, 2) first and last serials, ascending; more than one pair where episodes were deleted in between.
-        partial: (serial, first step, stop, flags) of episodes that were still being appended to, or that a ring had
-            trimmed.
-        items: how many items the episodes have.
+        number: the number of the folder.
+        id: the id of the buffer, or its first digits; "" if no folder has the number.
+        episodes: (n, 2) int64 ascending ranges of serials, first and last; several if episodes between were deleted.
+        partial: (serial, first step, stop, flags) of each episode that was open, or that a ring had trimmed.
+        items: the number of items of these episodes.
     """
 
     number: int
@@ -156,7 +158,7 @@ class FolderSnapshot:
 
     @classmethod
     def of(cls, made_of: FolderTable, items: int) -> FolderSnapshot:
-        """The episodes that a table shows."""
+        """The snapshot of the episodes that a table shows, with `items` items."""
         number, id, table = made_of
         serial = table.serial[table.visible]
         cuts = np.flatnonzero(np.diff(serial) > 1)
@@ -174,25 +176,26 @@ class FolderSnapshot:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one range of whole episodes."""
+        """Whether it is one range of whole episodes, so that it can be packed."""
         return len(self.id) >= 2 * ID_BYTES and len(self.episodes) == 1 and not self.partial
 
     def is_of(self, id: str) -> bool:
-        """Whether it is of the buffer of this id."""
+        """Whether it is a snapshot of the buffer with this id."""
         return id.startswith(self.id) and bool(id) == bool(self.id)
 
     def of_later(self, id: str, table: EpisodeTable) -> EpisodeTable:
-        """A later table of the folder with these episodes alone, and the steps that they had.
+        """A later table of the folder, cut down to the episodes of the snapshot and the steps that they had.
 
         Args:
-            id: of the buffer that the table is of; in the place of a shard another may stand.
+            id: the id of the buffer that the table is of: another shard may have taken the number.
+            table: the later table.
         """
         if not self.is_of(id):
             return replace(table, visible=table.visible[:0])
         bounds = np.add(self.episodes, (0, 1)).ravel()
         inside = np.searchsorted(bounds, table.serial[table.visible], side="right") % 2 == 1
         visible = table.visible[inside]
-        # The rows of steps that a ring has forgotten since stand as long as their episode is visible.
+        # A ring may have dropped some of these steps since. Their rows stay as long as their episode is visible.
         start, length, flags = np.zeros_like(table.start), table.length.copy(), table.flags.copy()
         for serial, first, stop, bits in self.partial:
             slot = visible[table.serial[visible] == serial]
@@ -200,33 +203,34 @@ class FolderSnapshot:
         return replace(table, visible=visible, start=start, length=length, flags=flags)
 
     def gone(self, table: EpisodeTable) -> IntArray:
-        """The serials of its episodes that a table does not show."""
+        """The serials of its episodes that a table (see `of_later`) does not show."""
         first, count = self.episodes[:, 0], np.diff(self.episodes)[:, 0] + 1
         if count.sum() == len(table):
             return np.empty(0, np.int64)
-        every = np.arange(int(count.sum())) + np.repeat(first - np.cumsum(count) + count, count)
-        return np.setdiff1d(every, table.serial[table.visible], assume_unique=True)
+        serials = np.arange(int(count.sum())) + np.repeat(first - np.cumsum(count) + count, count)
+        return np.setdiff1d(serials, table.serial[table.visible], assume_unique=True)
 
 
 @dataclass(frozen=True, eq=False)
 class EpochSnapshot:
-    """The episodes that an epoch covers, folder by folder, and the digest of their index."""
+    """The episodes that an epoch covers, folder by folder, and the digest of the epoch's index."""
 
     folders: tuple[FolderSnapshot, ...]
     digest: int
 
     @classmethod
     def of(cls, index: Index) -> EpochSnapshot:
-        """The episodes of the tables that an index was made of."""
-        each = [FolderSnapshot.of(made_of, int(runs.count.sum())) for made_of, runs in index.by_folder()]
-        return cls(tuple(each), index.digest)
+        """The snapshot of the tables that an index was made from."""
+        snapshots = [FolderSnapshot.of(made_of, int(runs.count.sum())) for made_of, runs in index.by_folder()]
+        return cls(tuple(snapshots), index.digest)
 
     @property
     def items(self) -> int:
+        """The number of items of the epoch."""
         return sum(folder.items for folder in self.folders)
 
     def state(self) -> dict[str, Any]:
-        """The snapshot as lists and whole numbers, as JSON and a checkpoint of torch hold them."""
+        """The snapshot as lists, whole numbers and text, which fit into JSON and into a checkpoint of torch."""
         plain = [folder for folder in self.folders if folder.is_plain]
         if len(plain) <= MANY_FOLDERS:
             return {"folders": [folder.state() for folder in self.folders], "digest": self.digest}
@@ -235,22 +239,22 @@ class EpochSnapshot:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> EpochSnapshot:
-        """The snapshot that `state` told of. Raises TypeError, ValueError or KeyError for anything else."""
+        """The snapshot that `state` describes. Raises TypeError, ValueError or KeyError: it is not such a state."""
         folders = [*map(_folder_snapshot, state["folders"]), *_plain_folders(state.get("plain", ""))]
         return cls(tuple(sorted(folders, key=_NUMBER)), int(state["digest"]))
 
     def index(self, selection: Selection, folders: Folders, on_stale: str) -> Index:
-        """The index of the epoch, made again of the tables as they are now.
+        """The index of the epoch, made again from the tables as they are now.
 
         Args:
             selection: the anchors that are wanted.
             folders: the folders; they are refreshed.
-            on_stale: with "redraw", an episode that is gone keeps its run, which nobody can read, so that its items
-                are drawn again in their turn.
+            on_stale: with "redraw", episodes that are gone keep their place in the order: one run without readable
+                anchors stands for them, and its items are drawn again when their turn comes.
 
         Raises:
-            StaleEpisodeError: episodes are gone, and `on_stale` is "raise", or where their items were is not known.
-            SchemaError: other options or folders, or values changed by which items are chosen.
+            StaleEpisodeError: episodes are gone, and `on_stale` is "raise", or the place of their items is not known.
+            SchemaError: the options or the folders are others, or values that choose items have changed.
         """
         folders.refresh()
         by_number = {snapshot.number: snapshot for snapshot in self.folders}
@@ -265,7 +269,7 @@ class EpochSnapshot:
                     f"{folders.storages[snapshot.number].path}: this buffer has the id {id}, the epoch is of "
                     f"{snapshot.id}; read the folder that it was begun on, or a copy of it, or begin a new epoch"
                 )
-        # Folders that are not in it appeared since.
+        # A folder without a snapshot appeared after the epoch began: no episode of it counts.
         snapshots = [by_number.get(number) or FolderSnapshot(number, "", NONE, (), 0) for number in numbers]
         tables = [snapshot.of_later(id, table) for snapshot, id, table in zip(snapshots, ids, now, strict=True)]
         index = selection.index(folders, tables)
@@ -284,28 +288,28 @@ class EpochSnapshot:
 
 
 def _with_gone(index: Index, folders: Folders, snapshot: FolderSnapshot, serials: IntArray) -> Index:
-    """The index with a run for the items of a folder's episodes that are gone, if they were side by side."""
+    """The index with a run for the items of a folder's episodes that are gone. They must have been side by side."""
     ends = np.array([snapshot.number, snapshot.number + 1])
     first, last = index.bounds(ends).tolist()
     missing = snapshot.items - (last - first)
     if not missing:
         return index
     start, stop = index.cuts(ends).tolist()
-    at, end = start + np.searchsorted(index.serial[start:stop], serials[[0, -1]])
-    if missing < 0 or at != end:
+    position, end = start + np.searchsorted(index.serial[start:stop], serials[[0, -1]])
+    if missing < 0 or position != end:
         _refuse(folders, snapshot.number, serials, "which items they had cannot be told any more; begin a new epoch")
-    return index.with_run(int(at), serial=int(serials[0]), count=missing, folder=snapshot.number)
+    return index.with_run(int(position), serial=int(serials[0]), count=missing, folder=snapshot.number)
 
 
 class FolderState(NamedTuple):
-    """A folder as a rank reads it.
+    """The state of a folder, by which ranks find out whether they read the same data.
 
     Args:
-        path: where it is.
-        id: of its buffer.
-        term: raised by whoever takes the lock, who draws another nonce, too.
-        nonce: of its writer.
-        changes: the change counter, which the same writer only raises.
+        path: the path of the folder.
+        id: the id of its buffer.
+        term: a counter: each writer raises it when it takes the lock.
+        nonce: a random number that the writer drew then.
+        changes: the change counter. One writer only raises it.
     """
 
     path: str
@@ -315,13 +319,13 @@ class FolderState(NamedTuple):
     changes: int
 
     def follows(self, other: FolderState) -> bool:
-        """Whether this is the other state of the same folder, or a later one."""
+        """Whether this is the same state as `other`, or a later one, of folders with the same id."""
         same_writer = self.term == other.term and self.nonce == other.nonce
         return self.changes >= other.changes and (same_writer or self.term > other.term)
 
 
 def folder_states(folders: Folders) -> dict[int, FolderState]:
-    """Each folder as it is now, by its number."""
+    """Number -> the state as of now, for each folder that is there."""
     folders.refresh()
     present = [(number, s) for number, s, _ in folders.by_number(folders.tables) if not s.withdrawn]
     words = ("term", "nonce", "changes")
@@ -329,30 +333,32 @@ def folder_states(folders: Folders) -> dict[int, FolderState]:
 
 
 def require_same(ranks: Sequence[tuple[str, dict[int, FolderState]]], folders: Folders) -> None:
-    """Raise SchemaError where a rank reads other data: its folders were not, before, what they are here now, or less.
+    """Raise SchemaError: a rank reads other data. Its folders must be here, in the same state or a later one.
 
     Args:
-        ranks: of each rank, its host and the state of its folders.
+        ranks: (host, the states of its folders) of each rank.
+        folders: the folders of this process.
     """
     now = folder_states(folders)
     for rank, (host, states) in enumerate(ranks):
-        for number, theirs in states.items():
-            mine = now.get(number)
-            if mine is None:
+        for number, state in states.items():
+            own = now.get(number)
+            if own is None:
                 why = f"of which nothing stands in {folders.storages[0].path.parent}"
-            elif mine.id != theirs.id:
-                why = f"and {mine.path} is another buffer: their ids are {theirs.id} and {mine.id}"
-            elif not mine.follows(theirs):
-                why = f"and {mine.path} is an older copy of that, or each was written to since it was copied"
+            elif own.id != state.id:
+                why = f"and {own.path} is another buffer: their ids are {state.id} and {own.id}"
+            elif not own.follows(state):
+                why = f"and {own.path} is an older copy of that, or each was written to since it was copied"
             else:
                 continue
             raise SchemaError(
-                f"rank {rank} reads {theirs.path} on {host}, {why}; let all ranks read one folder, or equal copies; a "
+                f"rank {rank} reads {state.path} on {host}, {why}; let all ranks read one folder, or equal copies; a "
                 "rank with data of its own gives rank=0, world_size=1"
             )
 
 
 def _refuse(folders: Folders, number: int, serials: IntArray, remedy: str) -> NoReturn:
+    """Raise StaleEpisodeError: these episodes of a folder are gone."""
     storage = folders.numbered(number)
     assert storage is not None
     raise StaleEpisodeError(
@@ -363,6 +369,7 @@ def _refuse(folders: Folders, number: int, serials: IntArray, remedy: str) -> No
 
 
 def _folder_snapshot(state: Mapping[str, Any]) -> FolderSnapshot:
+    """The snapshot that `FolderSnapshot.state` describes. Raises TypeError, ValueError or KeyError: it is no state."""
     episodes = _ranges(state["episodes"])
     partial = tuple((int(serial), int(first), int(stop), int(flags)) for serial, first, stop, flags in state["partial"])
     number = int(state["number"])
@@ -375,7 +382,7 @@ def _folder_snapshot(state: Mapping[str, Any]) -> FolderSnapshot:
 
 
 def _state_of_plain(folders: Sequence[FolderSnapshot]) -> str:
-    """Many folders of one range each as text: what they have in common takes nothing, the rest 12 bytes each."""
+    """Many plain folders packed as text: about 12 bytes for each, as common parts compress to almost nothing."""
     columns = np.array([(folder.number, *folder.episodes[0], folder.items) for folder in folders], "<i8").T.copy()
     columns[0] = np.diff(columns[0], prepend=0)
     columns[2] -= columns[1]
@@ -384,7 +391,7 @@ def _state_of_plain(folders: Sequence[FolderSnapshot]) -> str:
 
 
 def _plain_folders(text: str) -> list[FolderSnapshot]:
-    """The folders that `_state_of_plain` told of. Raises TypeError or ValueError for anything else."""
+    """The folders that `_state_of_plain` packed. Raises TypeError or ValueError: the text is not from there."""
     if not text:
         return []
     count, data = _unpacked(text, 4 * 8 + ID_BYTES)
@@ -403,26 +410,26 @@ def _plain_folders(text: str) -> list[FolderSnapshot]:
 
 
 def _state_of(episodes: IntArray) -> list[list[int]] | str:
-    """Ranges of serials as a list of pairs, or many as text: how far apart their ends are, packed.
+    """Ranges of serials (n, 2) as a list of pairs; more than `MANY_RANGES` as text, the differences of the ends packed.
 
-    An episode that was deleted takes a pair of 20 bytes in a list; in the text less than a byte.
+    A deleted episode adds a pair: 20 bytes in a list, less than one in the text.
     """
     if len(episodes) <= MANY_RANGES:
         listed: list[list[int]] = episodes.tolist()
         return listed
     apart = np.diff(episodes.ravel(), prepend=0)
     small = np.minimum(apart, OTHER)
-    large = apart[small == OTHER]  # the rest, so that a long one makes the others no longer
+    large = apart[small == OTHER]  # behind all others, in 8 bytes each, so that those take one byte
     return _packed(len(episodes), small.astype(np.uint8).tobytes() + large.astype("<i8").tobytes())
 
 
 def _packed(count: int, data: bytes) -> str:
-    """The bytes of so many things as text."""
+    """The bytes of `count` entries as text: the count, and the compressed bytes."""
     return f"{count}:{base64.b64encode(zlib.compress(data, 6)).decode()}"
 
 
 def _unpacked(text: str, most: int) -> tuple[int, bytes]:
-    """How many things `_packed` gave, and their bytes, at most so many of each. Raises ValueError for anything else."""
+    """(count, bytes) of a text by `_packed`, at most `most` bytes an entry. Raises ValueError: it is no such text."""
     count, packed = text.split(":")
     unpacked = zlib.decompressobj()
     try:
@@ -435,7 +442,7 @@ def _unpacked(text: str, most: int) -> tuple[int, bytes]:
 
 
 def _ranges(state: Any) -> IntArray:
-    """The ranges that `_state_of` gave. Raises TypeError or ValueError for anything else."""
+    """The ranges (n, 2) that `_state_of` gave. Raises TypeError or ValueError: `state` is not from there."""
     if not isinstance(state, str):
         pairs = np.array([(int(first), int(last)) for first, last in state], np.int64).reshape(-1, 2)
     else:
@@ -452,4 +459,5 @@ def _ranges(state: Any) -> IntArray:
 
 
 def _apart(pairs: IntArray) -> bool:
+    """Whether each range begins behind the end of the one before."""
     return bool((pairs[1:, 0] > pairs[:-1, 1]).all())
