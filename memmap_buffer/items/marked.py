@@ -1,4 +1,7 @@
-"""`Marked`: the episodes that a person marked so, or did not, as a filter; and the marks of a folder."""
+"""`Marked`: the filter by the marks (labels) that a person gave to episodes, as `Selection.mark` holds it.
+
+Marks change without a change of the folder, so readers ask a `Watch` whether the index must be made anew.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,19 @@ from memmap_buffer.format.marks import FILE, Mark, Marks, parsed
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.views.anchors import BoolArray
 
-LOOK_SECONDS = 0.05  # between two looks at whether marks changed
-NOT = "!"
+LOOK_SECONDS = 0.05  # the least time between two looks at the files of marks
+NOT = "!"  # before a label: the episode must not have it
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A condition on the marks of an episode.
+    """A condition on the labels of an episode.
 
     Args:
-        labels: of which it has one; none: of these it has any, or none at all.
-        without: labels of which it has none.
-        unlabelled: it has no label at all.
-        file: where the marks are; default: with each folder.
+        labels: it has one of these labels; none: any label, or no label, will do.
+        without: it has none of these labels.
+        unlabelled: it may also have no label at all; without `labels` it must have none.
+        file: the file of the marks; default: that of each folder.
     """
 
     labels: frozenset[str] = frozenset()
@@ -42,10 +45,10 @@ class Marked:
 
         Args:
             mark: a label, "!" and a label, "" for no label at all, or several of these.
-            file: where the marks are.
+            file: the file of the marks, or None.
 
         Raises:
-            SchemaError: it names none.
+            SchemaError: `mark` is none of these.
         """
         texts = [mark] if isinstance(mark, str) else mark
         if not isinstance(texts, Iterable) or not (texts := [*texts]) or not all(isinstance(t, str) for t in texts):
@@ -64,47 +67,48 @@ class Marked:
         return repr(texts[0] if len(texts) == 1 else texts)
 
     def keep(self, storage: Storage, serials: IntArray) -> BoolArray:
-        """(n,) whether the episodes of a folder are marked so.
+        """(n,) whether the condition holds for the episodes with these serials (n,) of a folder.
 
         Raises:
             CorruptBufferError: the file of the marks is damaged.
         """
         marks = marks_of(storage, self.file)
-        bare = Mark()
+        no_mark = Mark()
         return np.fromiter(
-            (self._holds(marks.get(serial, bare)) for serial in serials.tolist()), np.bool_, len(serials)
+            (self._holds(marks.get(serial, no_mark)) for serial in serials.tolist()), np.bool_, len(serials)
         )
 
     def _holds(self, mark: Mark) -> bool:
-        has = not self.without.intersection(mark.labels)
+        """Whether the condition holds for an episode with this mark."""
+        holds = not self.without.intersection(mark.labels)
         if self.labels or self.unlabelled:
-            has = has and bool(self.labels.intersection(mark.labels) or (self.unlabelled and not mark.labels))
-        return has
+            holds = holds and bool(self.labels.intersection(mark.labels) or (self.unlabelled and not mark.labels))
+        return holds
 
 
 class Watch:
-    """A look, now and then, at whether the marks of some folders changed."""
+    """It tells whether the marks of folders changed, by a look at their files at most every `LOOK_SECONDS`."""
 
     def __init__(self, marked: Marked) -> None:
         self._marked, self._looked = marked, -1.0
         self._stamp: tuple[Any, ...] = ()
 
     def stamp(self, storages: Sequence[Storage]) -> tuple[Any, ...]:
-        """Another one where they did."""
+        """A value that differs after a change of the marks."""
         now = time.monotonic()
         if now - self._looked > LOOK_SECONDS:
             self._looked = now
             file = self._marked.file
-            places = [Marks(storage.folder) for storage in storages if storage.mirror is None]
-            self._stamp = tuple(each.stamp for each in (places if file is None else [Marks.in_file(file)]))
+            all_marks = [Marks(storage.folder) for storage in storages if storage.mirror is None]
+            self._stamp = tuple(marks.stamp for marks in (all_marks if file is None else [Marks.in_file(file)]))
         return self._stamp
 
 
 def marks_of(storage: Storage, file: Path | None) -> dict[int, Mark]:
-    """Serial -> mark, of a folder; those that were published with it, behind a URL.
+    """Serial -> mark, for the marked episodes of a folder; of a folder at a URL, the marks that were published with it.
 
     Raises:
-        SchemaError: a file that is named is not there.
+        SchemaError: `file` is given, and is not there.
         CorruptBufferError: the file is damaged.
     """
     if file is not None or storage.mirror is None:
