@@ -1,4 +1,7 @@
-"""Arrays that a process which is being started maps instead of getting a copy; elsewhere they pickle as they are."""
+"""`SharedArrays`: arrays, such as the runs of an `Index`, of which a starting worker maps one shared copy.
+
+Any other pickle contains the arrays as they are.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.syscalls import CAN_SHARE, close_all, map_to_read, memory_file
 
-LEAST = 1 << 20  # bytes: less crosses by itself
+LEAST = 1 << 20  # bytes: smaller arrays are pickled as they are
 
 
 class SharedArrays:
-    """Some arrays, which nobody changes, that may be pickled many times: a copy in shared memory serves all processes.
+    """Arrays that never change and may be pickled many times: one copy in shared memory serves all processes.
 
     Args:
-        arrays: what is shared; None stays None.
+        arrays: the arrays, of 8-byte items; None stays None.
     """
 
     def __init__(self, arrays: tuple[Array | None, ...]) -> None:
@@ -41,15 +44,16 @@ class SharedArrays:
 
 
 def _mapped(shared: Any, size: int, kinds: list[tuple[str, tuple[int, ...]] | None]) -> SharedArrays:
+    """The arrays in the new process, out of `size` bytes of shared memory. Args: kinds: (dtype, shape) of each."""
     fd = {"": shared.detach()}
     try:
         memory = map_to_read(fd[""], size)
     finally:
         close_all(fd)
     arrays: list[Array | None] = []
-    at = 0
+    offset = 0
     for kind in kinds:
-        array = None if kind is None else np.ndarray(kind[1], kind[0], memory, at)
-        at += 0 if array is None else array.nbytes
+        array = None if kind is None else np.ndarray(kind[1], kind[0], memory, offset)
+        offset += 0 if array is None else array.nbytes
         arrays.append(array)
     return SharedArrays(tuple(arrays))
