@@ -1,4 +1,7 @@
-"""Marks of episodes that people set by eye, and the page to set them in."""
+"""`Markable`: the labels and notes that people give to episodes by eye, and the browser page to set them in.
+
+`Readable` inherits it, so every buffer has it. The file of the marks is `format.marks`, the page `browse.server`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Markable:
-    """The marks of `ReplayBuffer` and `ConcatBuffer`: they need no writer's lock, and are set beside a recorder."""
+    """The marks of `ReplayBuffer` and `ConcatBuffer`. They need no writer's lock, so a recorder may go on meanwhile."""
 
     _folders: Folders
 
@@ -38,20 +41,21 @@ class Markable:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> Page:
-        """A page for a browser: all episodes, each with its frames and curves, statistics; and to mark them by eye.
+        """A page for a browser: all episodes with their frames and curves, statistics, and marks to set by eye.
 
-        It is served by a thread of this process until `close`, and shows new episodes by itself. A notebook shows its
-        address as a link; in a program, `print(page.address)` and `page.wait()`.
+        A thread of this process serves the page until `close`; new episodes appear by themselves. A notebook shows its
+        address as a link; in a program, call `print(page.address)` and `page.wait()`.
 
         Args:
             reward: the field whose sum is an episode's return.
-            title: of the page; default: the name of the folder.
-            rate: the steps a second at which episodes are played; default: those of the data set that was imported,
-                where it told them, else 10.
-            read_only: show and set no marks.
-            marks: the file that they are in; default: `extra/marks.json` of each folder. Behind a URL, or of a buffer
-                that is read-only, there are none without it.
-            host: the address to listen at; beyond 127.0.0.1 whoever knows the page's address reads all episodes.
+            title: the title of the page; default: the name of the folder.
+            rate: the steps a second at which episodes are played; default: the rate of the data set that was imported,
+                if it has one, else 10.
+            read_only: neither show nor set marks.
+            marks: the file of the marks; default: `extra/marks.json` of each folder. Without it, a buffer at a URL or
+                one that is read-only has no marks.
+            host: the address to listen at; with others than 127.0.0.1, all who know the page's address can read all
+                episodes.
             port: the port; default: any that is free.
 
         Returns:
@@ -65,38 +69,39 @@ class Markable:
         from memmap_buffer.browse.server import Page
 
         storages = self._folders.storages
-        kept = "" if all(self._may_mark(storage) for storage in storages) else None
-        chosen = None if read_only else kept if marks is None else str(path_of(marks))
-        if chosen:
-            Marks.in_file(path_of(chosen)).create()
+        default = "" if all(self._may_mark(storage) for storage in storages) else None
+        file = None if read_only else default if marks is None else str(path_of(marks))
+        if file:
+            Marks.in_file(path_of(file)).create()
         title = title or ", ".join(storage.path.name for storage in storages[:3]) + ", …" * (len(storages) > 3)
         source = cast("ReplayBuffer | ConcatBuffer", self)
-        return Page(source, title, places=self._places, reward=reward, rate=rate, marks=chosen, host=host, port=port)
+        return Page(source, title, places=self._places, reward=reward, rate=rate, marks=file, host=host, port=port)
 
     def _places(self) -> dict[str, str]:
-        """The paths or URLs of the folders, by number, of a single one by ""."""
+        """Number of a folder, as text -> its path or URL; a single folder has the key ""."""
         folders = self._folders.by_number(self._folders.tables)
         return {"" if self._folders.single else str(number): str(storage.where) for number, storage, _ in folders}
 
     def _may_mark(self, storage: Storage) -> bool:
+        """Whether marks can be kept with this folder."""
         return storage.mirror is None and not self._forbids_marks
 
     @property
     def _forbids_marks(self) -> bool:
-        """Whether it was opened to write nothing at all."""
+        """Whether the buffer was opened with `read_only`."""
         return False
 
     def marks(self, file: AnyPath | None = None) -> dict[Any, Mark]:
         """The marks of visible episodes.
 
         Args:
-            file: the file that they are in; default: `extra/marks.json` of each folder.
+            file: the file of the marks; default: `extra/marks.json` of each folder.
 
         Returns:
-            Serial -> mark, of a `ConcatBuffer` (folder, serial) -> mark; episodes without one are left out.
+            Serial -> mark, of a `ConcatBuffer` (folder, serial) -> mark; episodes without a mark are left out.
 
         Raises:
-            SchemaError: the file that is named is not there.
+            SchemaError: `file` is given, and is not there.
             CorruptBufferError: the file is damaged.
         """
         out: dict[Any, Mark] = {}
@@ -116,24 +121,24 @@ class Markable:
         note: str | None = None,
         file: AnyPath | None = None,
     ) -> int:
-        """Change the marks of episodes; a recorder, and others who mark, may go on meanwhile.
+        """Change the marks of episodes. A recorder, and others who set marks, may go on meanwhile.
 
         Args:
             indices: (n,) serials, of a `ConcatBuffer` (n, 2) of (folder, serial), as `_index` of a batch; or one.
-            add: labels that they get, such as "good" or "bad".
+            add: labels that the episodes get, such as "good" or "bad".
             remove: labels that they lose.
-            note: another note; "" removes it.
-            file: the file that the marks are in; default: `extra/marks.json` of each folder.
+            note: the new note; "" removes it, None keeps it.
+            file: the file of the marks; default: `extra/marks.json` of each folder.
 
         Returns:
-            How many of the episodes are gone, and were not marked. Marks of episodes that are gone are dropped.
+            The number of these episodes that are gone, and were not marked. Earlier marks of such episodes are dropped.
 
         Raises:
-            SchemaError: the indices, a label or the note do not fit.
+            SchemaError: the indices, a label or the note has a wrong form.
             ReadOnlyError: a folder may not be written to; name a `file`.
             CorruptBufferError: the file is damaged; it stays as it is.
         """
-        labels, less = _labels(add, "add"), _labels(remove, "remove")
+        labels, removed = _labels(add, "add"), _labels(remove, "remove")
         names = np.atleast_1d(to_numpy(indices))
         if not names.size:
             return 0
@@ -148,7 +153,7 @@ class Markable:
         for number, storage, table in self._folders.by_number(self._folders.refresh()):
             wanted = (names[names[:, 0] == number, 1] if several else names).tolist()
             shown = {*table.serial[table.whole].tolist()}
-            if not (there := shown.intersection(wanted)):
+            if not (present := shown.intersection(wanted)):
                 continue
             if file is None and not self._may_mark(storage):
                 raise ReadOnlyError(
@@ -156,20 +161,21 @@ class Markable:
                     "browse(marks=…), or --marks"
                 )
             marks = Marks(storage.folder) if file is None else Marks.in_file(path_of(file))
-            marks.change(storage.layout.id, there, lambda mark: mark.changed(labels, less, note), _oldest(storage))
-            gone -= sum(serial in there for serial in wanted)
+            marks.change(storage.layout.id, present, lambda mark: mark.changed(labels, removed, note), _oldest(storage))
+            gone -= sum(serial in present for serial in wanted)
         return gone
 
 
 def _oldest(storage: Storage) -> int:
-    """A serial below which no episode can be seen by anybody: the lowest that stands in a record, of whatever worth."""
+    """A serial below which no process can see an episode: the lowest one in any record, visible or not."""
     words = storage.maps.words
     serials = words[:, SERIAL][words[:, GENERATION] != 0]
     return int(serials.min()) if len(serials) else 0
 
 
 def _labels(labels: Iterable[str], where: str) -> tuple[str, ...]:
-    each = () if isinstance(labels, (str, Mapping)) else tuple(labels)
-    if isinstance(labels, (str, Mapping)) or not all(isinstance(label, str) for label in each):
+    """Labels as a tuple. Raises SchemaError, about the argument `where`: they are a single text, or no texts."""
+    texts = () if isinstance(labels, (str, Mapping)) else tuple(labels)
+    if isinstance(labels, (str, Mapping)) or not all(isinstance(label, str) for label in texts):
         raise SchemaError(f"mark: got {where}={labels!r}, expected several labels, as in {where}=['bad']")
-    return each
+    return texts
