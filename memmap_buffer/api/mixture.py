@@ -1,4 +1,7 @@
-"""Mixtures: one loader over several buffers of unlike fields, each read in its own way."""
+"""`mixture_loader`: one loader over several buffers whose fields differ, each read with options of its own (`Source`).
+
+Here the arguments are checked; the work is in `loading.mixture`.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,19 @@ if TYPE_CHECKING:
     from memmap_buffer.loading.options import BatchOptions
     from memmap_buffer.loading.prefetch import Device
 
-NOT_OF_SOURCES = ("prioritized", "ragged", "to_named_tuple", "format")  # options that are of a whole batch
+NOT_OF_SOURCES = ("prioritized", "ragged", "to_named_tuple", "format")  # options that concern a whole batch
 
 
 class Source:
-    """A source of a mixture: what is read, its share, and how its items are made.
+    """A source of a mixture: a buffer, its share, and the options by which its items are read.
 
     Args:
-        place: a buffer, or a folder, a root of shards or a URL of either, which is opened to be read.
+        place: a buffer; or a folder, a root of shards, or the URL of one of these, which is opened for reading.
         weight: its share, above 0; shares need not sum to 1.
         options: those of `Options`: view, fields, filters, split, transform, ….
 
     Raises:
-        SchemaError: an option that a source of a mixture cannot have.
+        SchemaError: `weight` is no such number, or a source of a mixture cannot have an option.
     """
 
     def __init__(self, place: Readable | AnyPath, weight: float = 1.0, **options: Unpack[BatchOptions]) -> None:
@@ -71,32 +74,32 @@ def mixture_loader(
     format: Format = "torch",
     **loader_options: Any,
 ) -> EpisodeLoader:
-    """A loader whose batches mix items of several buffers, which may have other fields, shapes and dtypes.
+    """A loader whose batches mix items of several buffers, whose fields, shapes and dtypes may differ.
 
-    Each source is read by its own view, filters and transform. Its items are then joined with those of the others, key
-    by key: along axes of unlike length with zeros behind the shorter ones, and zeros where a source has not the key.
-    Such a key has a mask, `_present_<key>` (B, …), true where the item has the entry, of length 1 along axes that are
-    alike, so that it broadcasts. Numbers take the dtype that holds those of all. `_source` (B,) int64 is the number of
-    each item's source, in the order of `sources`.
+    Each source is read with its own view, filters and transform. The items of all sources are then joined key by key:
+    shorter axes are padded with zeros behind, and a source without the key gives zeros. Such a key has a mask
+    `_present_<key>` (B, …), true where the item has the entry; along axes of equal length the mask has length 1, so it
+    broadcasts. Numbers get the dtype that holds those of all sources. `_source` (B,) int64 is the number of each item's
+    source, in the order of `sources`.
 
-    `state_dict` and `load_state_dict` of the loader resume an epoch to the bit, for any number of workers.
+    `state_dict` and `load_state_dict` of the loader resume an epoch exactly, with any number of workers.
 
     Args:
         sources: name -> source.
-        batch_size: how many items a batch has.
-        shares: "exact": any run of items has the shares of the weights, what does not divide carried over; "chance":
-            the same shares, but of a whole epoch, in a random order.
-        length: an epoch ends when the "longest" source was gone round once by its share, the others more than once, or
-            the "shortest"; or after so many items. A source that is gone round begins anew in another order.
-        shuffle: how each source is gone round, see `ReplayBuffer.dataloader`.
+        batch_size: the number of items in a batch.
+        shares: "exact": any run of successive items has the shares of the weights, with remainders carried over;
+            "chance": only a whole epoch has them, and the sources come in a random order.
+        length: an epoch ends when the "longest" or the "shortest" source, by its share, was read once; or after this
+            number of items. A source that was read to its end begins anew, in another order.
+        shuffle: the order within each source, see `ReplayBuffer.dataloader`.
         drop_last: leave out an incomplete last batch.
         seed: fixes the order of all sources, and the shares by chance; None draws a seed from torch's generator.
-        rank: see `ReplayBuffer.dataloader`; likewise `world_size`, `tail`, `device` and `prefetch`.
+        rank: see `ReplayBuffer.dataloader`, also for `world_size`, `tail`, `device` and `prefetch`.
         format: "torch" or "numpy".
         loader_options: any argument of `torch.utils.data.DataLoader`, such as num_workers.
 
     Raises:
-        SchemaError: options contradict each other; a key has other axes in another source.
+        SchemaError: options contradict each other, or a key has another number of axes in another source.
         NotEnoughDataError: a source has no item.
     """
     from memmap_buffer.loading.datasets import EpisodeLoader, check_loader_options
@@ -124,13 +127,13 @@ def mixture_loader(
     members = {}
     for name, source in sources.items():
         reader = BatchReader(source.buffer._folders, {**source.options, "format": "numpy"})
-        weights = source.buffer._weights
-        order: dict[str, Any] = {"shuffle": shuffle, "weights": weights, "ranks": ranks}
+        weights_of_folders = source.buffer._weights
+        order: dict[str, Any] = {"shuffle": shuffle, "weights": weights_of_folders, "ranks": ranks}
         members[name] = OrderedSampler(reader, batch_size=1, drop_last=False, seed=seed, **order)
     readers = {name: member.reader for name, member in members.items()}
-    shared = [source.weight for source in sources.values()]
+    weights = [source.weight for source in sources.values()]
     sizes: dict[str, Any] = {"batch_size": int(batch_size), "drop_last": drop_last, "seed": seed}
-    sampler = MixtureSampler(members, shared, exact=shares == "exact", length=length, **sizes, ranks=ranks, tail=tail)
+    sampler = MixtureSampler(members, weights, exact=shares == "exact", length=length, **sizes, ranks=ranks, tail=tail)
     dataset = MixtureDataset(readers, format)
     if not len(sampler):
         raise NotEnoughDataError(f"length={length!r}, batch_size={batch_size} and drop_last={drop_last} give no batch")
@@ -138,7 +141,7 @@ def mixture_loader(
 
 
 def _opened(place: AnyPath) -> Readable:
-    """A folder or URL, or the root of several, opened to be read."""
+    """The buffer of a folder or URL, or of a root of several, opened for reading."""
     try:
         return ReplayBuffer.from_folder(place, read_only=True)
     except NotABufferError:
