@@ -1,4 +1,8 @@
-"""Rollouts in memory, for methods that learn from them once: read in several orders, then stored by one call."""
+"""`Collector`: rollouts in memory, for methods that learn from each of them once, such as PPO.
+
+`ReplayBuffer.create_collector` makes one. Timesteps are collected, read in several orders as tensors, and then stored
+into the buffer by one call, by the same `EpisodeStream` as those of `ReplayBuffer.add`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Collector:
-    """Timesteps of G groups that run side by side, staged in memory as (T, G, *field).
+    """Timesteps of G groups (environments) that run side by side, kept in memory as (T, G, *field).
 
-    All columns are given as nested tensors: fields, `next_<field>` where it was collected, and columns that were
+    Reading gives nested tensors of all columns: fields, `next_<field>` if it was collected, and columns that were
     computed from them (`collector["advantage"] = …`).
 
     Args:
@@ -28,9 +32,9 @@ class Collector:
         num_groups: G.
         fieldnames: the fields that are collected; default: all.
         meta_fieldnames: the meta fields that are collected; default: all.
-        strict: whether an unknown name raises; otherwise it is collected, read like the others, and not stored.
-        complete: whether the first timestep must have every field; otherwise those that it lacks are not collected, and
-            are stored as their defaults, else as zeros.
+        strict: True: an unknown name raises. False: it is collected and read like the others, and not stored.
+        complete: True: the first timestep must have every field. False: fields that it lacks are not collected, and
+            stored as their defaults, or as zeros if they have none.
 
     Attributes:
         schema: the fields and meta fields that can be collected.
@@ -63,8 +67,9 @@ class Collector:
         self.num_groups = num_groups
         self._parts: dict[str, list[Array]] = {}
         self._length = 0
-        self._over = self._over_before = np.zeros(num_groups, np.bool_)  # whose last step ended an episode; and before
-        self._storing: tuple[EpisodeStream, Steps] | None = None
+        # (G,) whether the last step of a group ended an episode; the same of the last step before those collected now
+        self._over = self._over_before = np.zeros(num_groups, np.bool_)
+        self._storing: tuple[EpisodeStream, Steps] | None = None  # a `store` that failed, and is to go on
 
     def __repr__(self) -> str:
         return f"<Collector of {self.num_groups} groups: {len(self)} steps, fields {', '.join(self._collected.fields)}>"
@@ -98,7 +103,7 @@ class Collector:
         self._extend(steps, time=True)
 
     def __setitem__(self, name: str, values: Any) -> None:
-        """Set a column that was computed from the others, (T, G, …); if it is a field of the buffer it is stored."""
+        """Set a computed column, (T, G, …); a column with the name of a field of the buffer is stored, too."""
         self._require_not_storing()
         array = np.array(to_numpy(values))
         if array.shape[:2] != (len(self), self.num_groups):
@@ -110,18 +115,20 @@ class Collector:
         self._parts[name] = [array]
 
     def clear(self) -> None:
-        """Forget everything collected; episodes that `store` could not publish are dropped."""
+        """Drop all that was collected, and the episodes that `store` could not publish."""
         if self._storing is not None:
             self._storing[0].abort()
         self._parts, self._length, self._storing, self._over_before = {}, 0, None, self._over
 
     def _require_not_storing(self) -> None:
+        """Raise EpisodeStateError: a `store` failed half way."""
         if self._storing is not None:
             raise EpisodeStateError(
                 "some of what was collected is not stored yet; call store() again once there is room, or clear()"
             )
 
     def _extend(self, values: dict[str, Any], *, time: bool) -> None:
+        """Append timesteps: (T, G, *field) with `time`, else (G, *field)."""
         self._require_not_storing()
         if not self._complete and not len(self):
             self._collected = self._of_first(values)
@@ -147,7 +154,7 @@ class Collector:
         self._length, self._over = self._length + count, steps.ends[-1]
 
     def _of_first(self, values: dict[str, Any]) -> Schema:
-        """The fields that the first timestep has."""
+        """The schema of the fields that the first timestep has."""
         fields, meta = (
             {name: field for name, field in of_all.items() if not {name, name.split(".")[0]}.isdisjoint(values)}
             for of_all in (self.schema.fields, self.schema.meta_fields)
@@ -155,7 +162,7 @@ class Collector:
         return self.schema.with_fields(fields, meta) if fields else self.schema
 
     def _require_alike(self, columns: dict[str, Array], count: int) -> None:
-        """Raise SchemaError unless these are the columns that were collected before, of so many timesteps."""
+        """Raise SchemaError: the names differ from those collected before, or a column is not (count, G, …)."""
         if self._length and columns.keys() != self._parts.keys():
             differing = ", ".join(sorted(columns.keys() ^ self._parts.keys()))
             raise SchemaError(
@@ -181,7 +188,7 @@ class Collector:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """For each group name -> (T, *field)."""
+        """A dict for each group: name -> (T, *field)."""
         columns = self.columns
         return [self._tensors({name: column[:, i] for name, column in columns.items()}) for i in range(self.num_groups)]
 
@@ -199,12 +206,12 @@ class Collector:
         seed: int | None = None,
         drop_last: bool = False,
     ) -> Iterator[dict[str, Any]]:
-        """Batches of the T · G timesteps, each once an epoch: name -> (B, *field).
+        """Batches of the T · G timesteps, each of which comes once in an epoch: name -> (B, *field).
 
         Args:
-            batch_size: how many timesteps a batch has.
-            epochs: how often each timestep is given.
-            shuffle: in a random order, another one each epoch.
+            batch_size: the number of timesteps in a batch.
+            epochs: how often each timestep comes.
+            shuffle: give the timesteps in a random order, another one in each epoch.
             seed: fixes the order.
             drop_last: leave out an incomplete last batch.
 
@@ -223,16 +230,18 @@ class Collector:
 
     @property
     def columns(self) -> dict[str, Array]:
-        """Dotted name -> (T, G, *field), arrays that are not to be changed."""
+        """Dotted name -> (T, G, *field), the collector's own arrays: do not change them."""
         for name, parts in self._parts.items():
             if len(parts) > 1:
                 self._parts[name] = [np.concatenate(parts)]
         return {name: parts[0] for name, parts in self._parts.items()}
 
     def _flat(self) -> dict[str, Array]:
+        """Name -> (T * G, *field)."""
         return {name: column.reshape((-1, *column.shape[2:])) for name, column in self.columns.items()}
 
     def _tensors(self, columns: dict[str, Array]) -> dict[str, Any]:
+        """Copies of columns as nested tensors."""
         from memmap_buffer.loading.tensors import to_tensors
 
         return to_tensors({name: np.array(column) for name, column in columns.items()})
@@ -240,7 +249,7 @@ class Collector:
     # Storing
 
     def store(self, **meta: Any) -> None:
-        """Publish the timesteps, an episode for each group and each of its ends, and forget them.
+        """Publish the timesteps as episodes, cut at each end in a group, and drop them from the collector.
 
         Args:
             meta: meta field -> (G, *field), or one value for all.
@@ -248,15 +257,15 @@ class Collector:
         Raises:
             NotEnoughDataError: nothing was collected.
             SchemaError: a value does not fit.
-            BufferFullError: there is no room; once there is, call it again, and it goes on where it stood.
-            OSError: the disk is full, say; call it again likewise.
+            BufferFullError: there is no room; call it again when there is, and it goes on where it stopped.
+            OSError: the disk is full, say; call it again, too.
         """
         if self._storing is None:
             if not len(self):
                 raise NotEnoughDataError("the collector is empty; append to it first", steps=0)
             stream = self._new_stream(self.num_groups)
             stream.over = self._over_before.copy()
-            schema = stream.schema  # the buffer's now: fields may have come and gone since
+            schema = stream.schema  # as of now: the buffer may have got or lost fields since the collector was made
             values = {**self._stored(schema), **self._meta(schema, meta)}
             self._storing = stream, Steps(schema, nest(values), time=True)
         stream, steps = self._storing
@@ -265,6 +274,7 @@ class Collector:
         self.clear()
 
     def _stored(self, schema: Schema) -> dict[str, Array]:
+        """The columns that are stored, without `complete` also those of fields that were not collected."""
         names = {*schema.all, *(f"{NEXT}{name}" for name in schema.final_names)}
         stored = {name: column for name, column in self.columns.items() if name in names}
         for name, field in schema.fields.items():
@@ -274,6 +284,7 @@ class Collector:
         return stored
 
     def _meta(self, schema: Schema, meta: dict[str, Any]) -> dict[str, Array]:
+        """Meta fields repeated for each timestep: (T, G, *field)."""
         out = {}
         for name, value in schema.flatten(meta).items():
             schema.require([name], "meta", schema.meta_fields)
