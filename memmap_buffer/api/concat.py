@@ -1,4 +1,7 @@
-"""`ConcatBuffer`: several folders with fields in common, read as one."""
+"""`ConcatBuffer`: several folders with common fields, read as one. Users make it from a list, or by `from_root`.
+
+All reading is that of `Readable`, over a `Folders` of several storages; here is how the folders are found.
+"""
 
 from __future__ import annotations
 
@@ -31,25 +34,25 @@ if TYPE_CHECKING:
 
 
 class ConcatBuffer(Readable):
-    """Several buffers read as one, at every level; episodes are listed source by source, oldest first.
+    """Several buffers read as one. Episodes are listed source by source, oldest first.
 
     Args:
         sources: folders, or open buffers.
-        weights: one positive number per source: every batch has exactly these shares (a remainder is carried over to
-            the next), however many items each has, and so has every part of it: the sources take turns. Without them
-            every item counts the same.
-        fields: the fields, groups and meta fields that are read, where others differ between the sources or are only
-            in some; the fields that end episodes come with them. Default: all, which every source must have.
+        weights: one positive number for each source: every batch, and every part of a batch, has exactly these shares,
+            however many items a source has; the sources take turns, and remainders are carried over to the next batch.
+            Without weights every item counts the same.
+        fields: the fields, groups and meta fields that are read, if the sources have others that differ; the fields
+            that end episodes are added. Default: all, which every source must have.
 
-    Text may be of another width in each source, and is read as the widest.
+    A field of text may have another width in each source, and is read with the widest.
 
     Raises:
         SchemaMismatchError: the fields differ.
-        SchemaError: there is no source, they are no list, the weights do not fit, or a field is unknown.
+        SchemaError: there is no source, `sources` is no list, the weights do not fit, or a field is unknown.
     """
 
     _refusal: type[ReadOnlyError] = ReadOnlyError
-    _buffers: Mapping[int, ref[ReplayBuffer]] = MappingProxyType({})  # that were given open, by number
+    _buffers: Mapping[int, ref[ReplayBuffer]] = MappingProxyType({})  # number -> the source, if it was an open buffer
 
     def __init__(
         self,
@@ -87,29 +90,27 @@ class ConcatBuffer(Readable):
     ) -> ConcatBuffer:
         """The buffers that are direct subfolders of `root`, or that were published to it.
 
-        Where it holds shards (`shard-00000` …, as `ReplayBuffer(root, …, shard="auto")` makes them), these are read,
-        and shards that appear later, too: `refresh`, every `sample` and every new epoch look for them. A shard's
-        number is the one in its name, first in `_indices` and `_index`, whichever others there are; the episodes of a
-        shard that is removed are gone as those that a ring overwrites. Without shards, or with `weights`, the folders
-        that are there now are read, by name.
+        If `root` holds shards (`shard-00000` …, as `ReplayBuffer(root, …, shard="auto")` makes them), these are read,
+        and shards that appear later, too: `refresh`, every `sample` and every new epoch look for them. The number in a
+        shard's name is its first number in `_indices` and `_index`, whichever other shards there are. The episodes of a
+        removed shard are gone, like those that a ring overwrites. Without shards, or with `weights`, the folders that
+        are there now are read, by name.
 
-        A shard that lacks a file or the end of one, as while it is copied there, is passed over until it is whole, and
-        the log says so.
+        A shard that lacks a file or the end of one, as while it is being copied, is left out until it is whole; a
+        warning is logged.
 
         Args:
-            root: the folder that they are in, or the URL that they were published to, of which what is read is fetched
-                and kept in `cache`.
+            root: the folder of the buffers, or the URL that they were published to. From a URL only the parts that are
+                read are fetched, and kept in `cache`.
             weights: as for `ConcatBuffer`, in the order of the folders' names.
             fields: as for `ConcatBuffer`.
-            on_damaged: "skip" passes over other folders that cannot be opened, too, with their weights; "raise" does
-                not.
-            storage_options: of a URL, for fsspec.
-            cache: of a URL: the folder for what was fetched, default `~/.cache/memmap_buffer`; several processes may
-                share it.
-            cache_bytes: the most bytes that are kept there; None: all. With few of them `shuffle="block"` mixes less.
-            filter_shards: of a URL: conditions as those of `filter_meta`, but no callables, on meta fields of numbers
-                and "episode_lens". Shards of which the list tells that none of their episodes can pass are not opened;
-                of the others all episodes are there, so give `filter_meta` to what reads them, too.
+            on_damaged: "skip" leaves out other folders that cannot be opened, too, with their weights; "raise" raises.
+            storage_options: for a URL: options of fsspec.
+            cache: for a URL: the folder for fetched files, default `~/.cache/memmap_buffer`. Processes may share it.
+            cache_bytes: the most bytes that are kept there; None: all. With few bytes `shuffle="block"` mixes less.
+            filter_shards: for a URL: conditions as in `filter_meta`, but no callables, on meta fields of numbers and
+                "episode_lens". A shard is not opened if the list of shards tells that none of its episodes can pass.
+                Of the other shards all episodes are there, so give `filter_meta` when you read, too.
 
         Raises:
             NotABufferError: there is no buffer in it, or `root` is one itself.
@@ -120,8 +121,8 @@ class ConcatBuffer(Readable):
         if is_url(root):
             from memmap_buffer.remote.shards import RemoteShards, cache_of
 
-            where, conditions = cache_of(cache, cache_bytes), _checked(filter_shards)
-            published = RemoteShards(str(root), storage_options, where, conditions=conditions)
+            local_cache, conditions = cache_of(cache, cache_bytes), _checked(filter_shards)
+            published = RemoteShards(str(root), storage_options, local_cache, conditions=conditions)
             return cls._of_published(published, weights, fields, conditions)
         if filter_shards is not None:
             raise SchemaError(f"filter_shards: got {root}, expected a URL, whose list of shards tells what is in them")
@@ -131,7 +132,7 @@ class ConcatBuffer(Readable):
     def _of_published(
         cls, shards: Any, weights: Sequence[float] | None, fields: Sequence[str] | None, names: Iterable[str]
     ) -> ConcatBuffer:
-        """The buffers of a root at a URL, chosen by meta fields. Raises SchemaError: there is none of these names."""
+        """The buffers of a root at a URL. Raises SchemaError: `names`, of `filter_shards`, are no meta fields."""
         if weights is not None:
             buffer = cls(shards.by_name(), weights, fields=fields)
         else:
@@ -147,7 +148,7 @@ class ConcatBuffer(Readable):
     def _of_folders(
         cls, root: Path, weights: Sequence[float] | None, fields: Sequence[str] | None, on_damaged: OnDamaged
     ) -> ConcatBuffer:
-        """The buffers of a root on this machine."""
+        """The buffers of a root on this machine, see `from_root`."""
         if (root / "schema.json").exists():
             raise NotABufferError(
                 f"{root}: this is a buffer, not a folder of buffers; open it by ReplayBuffer.from_folder", path=root
@@ -171,7 +172,7 @@ class ConcatBuffer(Readable):
         except NotABufferError:
             if folders_in(root) == all_folders:
                 raise
-            return cls._of_folders(root, weights, fields, on_damaged)  # one was moved away meanwhile
+            return cls._of_folders(root, weights, fields, on_damaged)  # again: a folder was moved away meanwhile
 
     def __repr__(self) -> str:
         counts = f"{self.num_episodes} episodes, {self.num_steps} steps"
@@ -179,12 +180,12 @@ class ConcatBuffer(Readable):
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where they are."""
+        """The paths of the folders."""
         return tuple(storage.path for _, storage in self._present)
 
     @property
     def shards(self) -> tuple[int, ...]:
-        """The number of each folder, by which `_indices` and `_index` begin."""
+        """The number of each folder, the first one in `_indices` and `_index`."""
         return tuple(number for number, _ in self._present)
 
     @property
@@ -194,7 +195,7 @@ class ConcatBuffer(Readable):
 
     @property
     def _present(self) -> list[tuple[int, Storage]]:
-        """The folders that were not removed since, by number."""
+        """(number, folder) of the folders that were not removed, by ascending numbers."""
         return [
             (n, storage) for n, storage, _ in self._folders.by_number(self._folders.tables) if not storage.withdrawn
         ]
@@ -207,7 +208,7 @@ class ConcatBuffer(Readable):
         seed: int = 0,
         **options: Unpack[EpisodeOptions],
     ) -> Statistics:
-        """As of one buffer, over the episodes of all sources; they are not kept.
+        """The statistics of fields, as of one buffer, over the episodes of all sources; no folder keeps them.
 
         Args:
             names: as for `ReplayBuffer.statistics`.
@@ -220,17 +221,17 @@ class ConcatBuffer(Readable):
         return statistics(self._chosen(options), names, quantiles, seed=seed, schema=self.schema)
 
     def write(self, indices: Any, **data: Any) -> int:
-        """As `ReplayBuffer.write`, to sources that were given as open buffers, with the number of the folder first.
+        """Overwrite timesteps as `ReplayBuffer.write` does, in sources that were given as open buffers.
 
         Args:
             indices: (B, 3) of (folder, serial, timestep), or (B, L, 3).
             data: as for `ReplayBuffer.write`.
 
         Returns:
-            How many timesteps were dropped because they were overwritten, deleted or forgotten meanwhile.
+            The number of timesteps that were not written, as they were overwritten, deleted or dropped meanwhile.
 
         Raises:
-            ReadOnlyError: a source is no buffer that is open for writing here; nothing was written.
+            ReadOnlyError: a source was not given as a buffer that is open for writing; nothing was written.
         """
         steps, values = steps_and_values(self.schema, indices, data, "write", folders=True)
         buffers = {}
@@ -243,11 +244,12 @@ class ConcatBuffer(Readable):
         gone = 0
         for number, buffer in buffers.items():
             assert buffer is not None
-            mine = steps[:, 0] == number
-            gone += buffer.write(steps[mine, 1:], **{name: value[mine] for name, value in values.items()})
+            in_folder = steps[:, 0] == number
+            gone += buffer.write(steps[in_folder, 1:], **{name: value[in_folder] for name, value in values.items()})
         return gone
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
+        """Raise ReadOnlyError: in the place of each method that writes."""
         raise self._refusal("a ConcatBuffer only reads; write to one of its sources")
 
     one_episode = begin_episode = begin_batch = batched_episode = store = store_batch = store_meta_batch = _refuse
@@ -261,6 +263,7 @@ ConcatReplayBuffer = ConcatBuffer
 
 
 def _storage(source: AnyPath | ReplayBuffer | Storage) -> Storage:
+    """The storage of a source; a folder is opened for reading."""
     if isinstance(source, Storage):
         return source
     if isinstance(source, ReplayBuffer):
@@ -269,7 +272,7 @@ def _storage(source: AnyPath | ReplayBuffer | Storage) -> Storage:
 
 
 def _checked(conditions: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Conditions on shards. Raises SchemaError where one is a callable, which takes a column."""
+    """`filter_shards`, {} for None. Raises SchemaError: a condition is a callable, for which a shard has no column."""
     for name, condition in (conditions or {}).items():
         if callable(condition):
             raise SchemaError(
