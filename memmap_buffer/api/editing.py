@@ -1,4 +1,8 @@
-"""The changing half of `ReplayBuffer`: published episodes and whole columns, their new values checked and encoded."""
+"""`Editing`: the part of `ReplayBuffer` that changes published episodes and whole columns.
+
+Methods take the turn and the writer's lock, find slots, and check and encode values (`writing.new_values`). The writer
+changes episodes, `maintenance.schema_changes` columns. `Recording` inherits it.
+"""
 
 from __future__ import annotations
 
@@ -34,35 +38,35 @@ Compute: TypeAlias = Callable[[dict[str, Any]], Any]
 
 
 class Editing:
-    """The half of `ReplayBuffer` that changes published episodes."""
+    """The part of `ReplayBuffer` that changes published episodes."""
 
     _storage: Storage
     _writer: Writer
-    _schema_changes = False
-    _publisher: Publisher | None = None  # of what is recorded, by `publish_to`
-    _switch: tuple[Writer, Writer] | None = None  # from one shard to the next, as long as it is not done
+    _schema_changes = False  # whether a change of the schema is under way, or was interrupted
+    _publisher: Publisher | None = None  # of the shards that are recorded; only with `publish_to`
+    _switch: tuple[Writer, Writer] | None = None  # (old writer, new one) of a switch of shards that is not complete
 
     @property
     def turn(self) -> AbstractContextManager[Any]:
-        """A block in which no other thread writes to this buffer, such as one that reads and then updates."""
+        """A `with` block in which no other thread writes to this buffer: to read and then update, say."""
         turn: AbstractContextManager[Any] = self._turn
         return turn
 
     @property
     def _turn(self) -> Any:
-        """To be held, by `with`, by whatever writes."""
+        """The lock that every method that writes holds by `with`. First it completes a change that was interrupted."""
         if self._schema_changes and self._storage.schema_replaced:
-            self._follow_schema()  # what was interrupted, even where it was about to
+            self._follow_schema()  # an interruption came between the change on the disk and this call
         if self._switch is not None:
             self._switch_shards()
         return self._writer.lock.turn if self._publisher is None else self._publisher.turn
 
     def _reopen(self) -> None:
-        """Open the folder again, whose schema is another one now."""
+        """Open the folder again, as its schema was changed."""
         raise NotImplementedError
 
     def _switch_shards(self) -> None:
-        """Do what is left of a switch from one shard to the next."""
+        """Complete the switch from one shard to the next, see `_switch`."""
         raise NotImplementedError
 
     def update(self, indices: Any = None, **data: Any) -> None:
@@ -76,7 +80,7 @@ class Editing:
         Raises:
             SchemaError: a name is unknown, or a value does not fit.
             EpisodeIndexError: there is no such episode; an IndexError.
-            EpisodeStateError: an episode is shorter than its data, or is open, and its end writes the field.
+            EpisodeStateError: an episode is shorter than its data; or it is open, and its end will write the field.
             StaleEpisodeError: an episode fails its checksums, or another writer removed it.
         """
         if not data:
@@ -86,24 +90,24 @@ class Editing:
             self._writer.update(slots, *values_of(self._storage, slots, single, data))
 
     def write(self, indices: Any, **data: Any) -> int:
-        """Overwrite timesteps of some fields where they were drawn, such as latents that were computed anew.
+        """Overwrite single timesteps of fields, such as latents that were computed anew for a batch.
 
-        Also beside open episodes, and in those whose steps are published. Each episode changes at once or not at all,
-        and whoever draws its steps meanwhile gets all of them as before or all as after. A call costs a pass over each
-        field of each episode that it changes, for its checksum, and of a compressed field over its blobs.
+        Episodes may be open meanwhile; steps of an open episode can be overwritten as soon as they are published. Each
+        episode changes at once or not at all: a reader gets all its steps as before, or all as after. A call takes a
+        pass over each changed field of each changed episode, for its checksum; for a compressed field over its blobs.
 
         Args:
-            indices: (B, 2) of (serial, timestep), `_indices` of a batch; or (B, L, 2), as `_steps` of windows, where
-                -1 is of no step.
-            data: field -> (B, *field), or (B, L, *field). The last one given for a timestep counts. A single number
-                stands for all.
+            indices: (B, 2) of (serial, timestep), `_indices` of a batch; or (B, L, 2), `_steps` of windows, where -1
+                stands for no step.
+            data: field -> (B, *field), or (B, L, *field). If a timestep comes twice, the last value counts. A single
+                number stands for all.
 
         Returns:
-            How many timesteps were dropped because they were overwritten, deleted or forgotten meanwhile.
+            The number of timesteps that were not written, as they were overwritten, deleted or dropped meanwhile.
 
         Raises:
             SchemaError: there is no such field or timestep, or a value does not fit; nothing was written.
-            EpisodeStateError: one of these episodes is open, and the field is one that says how it ends.
+            EpisodeStateError: one of these episodes is open, and the field tells how episodes end.
             ReadOnlyError: the buffer only reads.
             OSError: the disk is full, say; the episodes before that are changed.
         """
@@ -112,6 +116,7 @@ class Editing:
             return self._write(indices, data, "write")
 
     def _write(self, indices: Any, data: dict[str, Any], where: str) -> int:
+        """`write`, called `where` in errors, with the lock held."""
         places, values = places_and_values(self._storage, indices, data, where)
         self._writer.update(places.changed, places.steps(values), {})
         return places.num_gone
@@ -146,17 +151,17 @@ class Editing:
         self.update(int(episode_index), **{name: datapoint})
 
     def set_valid(self, indices: Any, flag: Any = False) -> int:
-        """Exclude timesteps from being drawn, or include them again: written to the field `valid`.
+        """Exclude timesteps from being drawn, or include them again, by the field `valid`.
 
-        Where there is no such field it is added, a bool that is True for every timestep, which takes that no episode is
-        open. Each episode changes at once.
+        If the field is missing, it is added, a bool that is True for every timestep; then no episode may be open. Each
+        episode changes at once.
 
         Args:
             indices: (n, 2) of (serial, timestep), as `_indices` of a batch, or (n,) serials, as `_index`.
-            flag: a bool, or (n,) of them; the last one given for a timestep counts.
+            flag: a bool, or (n,) of them. If a timestep comes twice, the last flag counts.
 
         Returns:
-            How many of them were dropped because their episode was overwritten or cleared meanwhile.
+            The number of entries of `indices` that had no effect, as the episode was overwritten or cleared meanwhile.
 
         Raises:
             SchemaError: there is no such timestep, or `valid` is a field of another kind.
@@ -187,15 +192,15 @@ class Editing:
 
         Args:
             indices: positions: an int, list, array or slice.
-            options: those of `EpisodeOptions`, instead of positions: which episodes, such as filter_meta={"success":
-                False}; also those of which a `capacity` has forgotten the first steps, but none that is still open, as
-                its meta fields may be set later.
+            options: those of `EpisodeOptions`, instead of positions: conditions, such as filter_meta={"success":
+                False}. They also choose episodes that a `capacity` has trimmed, but no open ones, whose meta fields may
+                be set later.
 
         Raises:
             EpisodeIndexError: there is no such episode; an IndexError.
             EpisodeStateError: an episode is open; `abort` drops it.
             StaleEpisodeError: an episode fails its checksums, or another writer removed it.
-            SchemaError: positions and options were given, or none of them, or an option does not choose episodes.
+            SchemaError: both positions and options were given, or neither, or an option does not choose episodes.
         """
         with self._turn:
             by_position = indices is not None and not options
@@ -214,14 +219,14 @@ class Editing:
     ) -> None:
         """Add a field to the schema and to every episode: one new file, all others stay as they are.
 
-        After an error or a kill either all episodes have it or none. Other open objects of the folder read on; to write
-        they are opened again. Datasets and loaders made before do not give the field.
+        After an error or a kill either all episodes have the field or none. Other open objects of the folder can still
+        read; to write they must be opened again. Datasets and loaders made before do not have the field.
 
         Args:
-            name: dotted for a field of a group.
-            spec: any spelling of a field.
-            compute: a function from an episode, as `episode` gives it, to (T, *field), with `final` one entry more
-                where the episode has its final observation, or to the value of a meta field. None: the default of
+            name: the name, dotted for a field of a group.
+            spec: any form in which the constructor takes a field.
+            compute: a function from an episode, as `episode` gives it, to (T, *field), or to the value of a meta field.
+                With `final`, an episode that has its final observation needs T + 1 entries. None: the default of
                 `spec`.
             meta: whether it is a meta field.
             fields: the fields of an episode that `compute` gets; default: all.
@@ -247,7 +252,7 @@ class Editing:
         """Remove a field or meta field, or a group of them, and its files. Readers of it must be opened again.
 
         Args:
-            name: dotted for a field of a group.
+            name: the name, dotted for a field of a group.
 
         Raises:
             SchemaError: there is no such field, or it is the last one.
@@ -261,8 +266,8 @@ class Editing:
         """Give a field or meta field, or a group of them, another name. Readers of it must be opened again.
 
         Args:
-            name: the name now.
-            new: the name wanted.
+            name: the present name.
+            new: the new name.
 
         Raises:
             SchemaError: there is no such field, or the new name is taken.
@@ -274,7 +279,7 @@ class Editing:
             self._change_schema("rename_field", lambda files: schema_changes.rename(files, names))
 
     def recompute(self, name: str, compute: Compute, *, fields: Iterable[str] | None = None) -> None:
-        """Compute a field or meta field anew from each episode; each changes at once or not at all.
+        """Compute a field or meta field anew from each episode; each episode changes at once or not at all.
 
         Args:
             name: the field.
@@ -298,13 +303,14 @@ class Editing:
                     self._writer.update(np.array([slot]), {name: [Steps.from_first(values)]}, {})
 
     def _slots_of(self, indices: Any) -> tuple[IntArray, bool]:
-        """Take the lock; return the slots of positions, and whether it is a single one.
+        """Take the lock; returns the slots of positions, and whether `indices` is a single position.
 
-        Positions count as before the lock is taken: after a crash of the machine that may find damage, and retired
-        episodes come back in front. Raises StaleEpisodeError where one of these episodes is damaged or gone.
+        The positions are those before the lock is taken: after a crash of the machine, taking it may find damaged
+        episodes, and retired ones are visible again in front. Raises StaleEpisodeError: one of the episodes is damaged
+        or gone.
         """
         if self._writer.begun:
-            self._writer.begin()  # finishes an update of ours that failed half way: its episode was not seen meanwhile
+            self._writer.begin()  # completes an update of this writer that failed half way and hides its episode
         table = self._storage.refresh()
         positions, single = positions_of(indices, len(table.whole))
         slots = table.whole[positions]
@@ -320,7 +326,7 @@ class Editing:
         return slots, single
 
     def _slots_by(self, indices: Any, options: EpisodeOptions) -> IntArray:
-        """Take the lock; return the slots of the episodes that options choose."""
+        """Take the lock; returns the slots of the episodes that the options choose, see `delete`."""
         selection = selection_of_episodes(options, self._storage.layout.schema)
         if indices is not None or (selection.takes_every_episode and selection.top_k is None):
             raise SchemaError(
@@ -333,7 +339,7 @@ class Editing:
         return np.asarray(slots[table.flags[slots] & OPEN == 0])
 
     def _change_schema(self, what: str, change: Callable[[WriteHandles], None]) -> None:
-        """Change the schema; whatever interrupts it, what goes on is the one that stands."""
+        """Change the schema. After an interruption this object goes on with the schema that is on the disk."""
         with self._turn:
             files = self._writer.begin_alone(what)
             try:
@@ -345,7 +351,7 @@ class Editing:
                 raise
 
     def _follow_schema(self) -> None:
-        """Open the folder again where a change of its schema came so far that it stands."""
+        """Open the folder again if the change of its schema is on the disk."""
         with self._writer.lock.turn:
             if self._storage.schema_replaced:
                 self._reopen()
@@ -354,7 +360,7 @@ class Editing:
     def _computing(
         self, what: str, name: str, field: Field, meta: bool, compute: Compute, fields: Iterable[str] | None
     ) -> Callable[[int], Array]:
-        """A function from a slot to what `compute` gives for its episode, as stored."""
+        """A function from a slot to the entries that `compute` gives for its episode, in the form that is stored."""
         storage, schema, where = self._storage, self._storage.layout.schema, f"{what} {name!r}"
         names = tuple(schema.all) if fields is None else schema.require(fields, where)
 
@@ -379,9 +385,9 @@ class Editing:
 
 
 def _stored(storage: Storage, slot: int, name: str) -> Array:
-    """A copy of the entries that an episode has of a field, or of its value of a meta field.
+    """A copy of an episode's entries of a field, or of its value of a meta field, as stored.
 
-    Raises: StaleEpisodeError: it fails its checksums.
+    Raises: StaleEpisodeError: the episode fails its checksums.
     """
     if not storage.trust(np.array([slot])):
         raise StaleEpisodeError(f"{storage.path}: an episode fails its checksums; see `verify`")
