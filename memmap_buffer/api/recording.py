@@ -1,4 +1,8 @@
-"""The writing half of `ReplayBuffer`: one episode, several side by side, whole ones, environments that run on."""
+"""`Recording`: the writing part of `ReplayBuffer`: single episodes, several side by side, whole ones, `add`.
+
+The work is done in `writing`: an `Episode` or `EpisodeGroup` holds open episodes, an `EpisodeStream` those of `add`,
+and the `Writer` publishes. Here it is found out which of them a call means. `ReplayBuffer` inherits `Recording`.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,9 @@ Opened = TypeVar("Opened", bound=Episode | EpisodeGroup)
 
 
 class Scope(Block, Generic[Opened]):
-    """The block of `one_episode` or `batched_episode`; what it opens is what its thread stores to.
+    """The block of `one_episode` or `batched_episode`. In it `store` of the same thread means the opened episode.
 
-    Args: recording: whose block it is. begin: opens it, for the block that is held.
+    Args: recording: the buffer. begin: a function that opens the episode, or the batch of them.
     """
 
     def __init__(self, recording: Recording, begin: Callable[[BlockEnd | None], Opened]) -> None:
@@ -55,7 +59,7 @@ class Scope(Block, Generic[Opened]):
         return opened
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the episode, or the batch; the thread stores to it no longer."""
+        """End the episode, or the batch; `store` means it no longer."""
         try:
             self._opened.leave(kind, error, trace)
         finally:
@@ -65,7 +69,7 @@ class Scope(Block, Generic[Opened]):
 
 
 class GivenErrors:
-    """The errors of steps that are not published yet."""
+    """TD errors of steps that are not published yet: name of the priorities -> open episode -> (t, error) pairs."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, dict[Any, list[tuple[int, float]]]] = {}
@@ -74,15 +78,15 @@ class GivenErrors:
         return any(self._waiting.values())
 
     def add(self, name: str, episode: Any, t: int, error: float) -> None:
-        """Take the error of a step for the priorities of a name."""
+        """Keep the error of step t of an episode, for the priorities `name`."""
         self._waiting.setdefault(name, {}).setdefault(episode, []).append((t, error))
 
     def settle(self, published: int, give: Callable[[str, IntArray, FloatArray], Any]) -> None:
-        """Give those of episodes that are published; those of episodes that were dropped are forgotten.
+        """Hand over the errors of published episodes, and drop those of aborted ones.
 
         Args:
-            published: the serials below are.
-            give: takes a name, (B, 2) serials and steps, and (B,) errors.
+            published: episodes with a lower serial are published.
+            give: a function of a name, (B, 2) serials and steps, and (B,) errors.
         """
         for name, waiting in self._waiting.items():
             ready = [episode for episode in waiting if 0 <= episode.serial < published or episode.state == "aborted"]
@@ -95,41 +99,42 @@ class GivenErrors:
 
 
 class Recording(Editing):
-    """The writing half of `ReplayBuffer`."""
+    """The writing part of `ReplayBuffer`."""
 
-    _skips_resets: bool  # whether the step after an episode's end is the environment's reset
-    _told_of_cuts = False
-    _stream: EpisodeStream | None = None
-    _num_added_before = 0  # by streams that were let go
-    _resets_at_once = False  # whether it is known that the step that ends an episode gives the observation of the reset
+    _skips_resets: bool  # whether the step after an episode's end is the environment's reset, and is left out
+    _told_of_cuts = False  # whether `CUTS` was logged
+    _stream: EpisodeStream | None = None  # the episodes of `add`
+    _num_added_before = 0  # the timesteps of earlier streams
+    _resets_at_once = False  # whether the step that ends an episode is known to give the observation of the reset
 
     def _record_to(self, writer: Writer) -> None:
+        """Write by this writer from now on, with no episode open."""
         self._storage, self._writer = writer.storage, writer
-        self._scopes: dict[int, Episode | EpisodeGroup] = {}  # by thread
-        self._begun: tuple[ref[Episode], ...] = ()
-        # By thread, of those that were begun: what `store` finds without a handle.
+        self._scopes: dict[int, Episode | EpisodeGroup] = {}  # thread -> the episode or batch of its block
+        self._begun: tuple[ref[Episode], ...] = ()  # the episodes of `begin_episode`
+        # Thread -> its last one of `_begun`: this reference keeps it alive for `store`, if the user holds none.
         self._newest: dict[int, Episode] = {}
         self._let_stream_go()
         self._errors = GivenErrors()
 
     def _own_priorities(self, name: str) -> None:
-        """Open the priorities of that name. Raises BufferLockedError."""
+        """Open the priorities of a name for writing. Raises BufferLockedError: another process owns them."""
         raise NotImplementedError
 
     def _give_errors(self, name: str, indices: IntArray, td_errors: FloatArray) -> Any:
-        """Give published steps the priorities of their errors."""
+        """Set the priorities of published steps by their errors."""
         raise NotImplementedError
 
     def one_episode(self, *, keep_partial: bool = False, **meta: Any) -> Scope[Episode]:
-        """Record one episode: `store` in the block, published at its end, dropped on any exception.
+        """Record one episode in a `with` block: it is published at the end, and dropped on an exception.
 
         Args:
-            keep_partial: on an exception publish what was stored so far, flagged as cut short.
+            keep_partial: on an exception publish the steps that were stored so far, flagged as cut short.
             meta: meta fields known at the start; later ones by `episode[name] = value`.
 
         Raises:
-            EpisodeStateError: another one is open.
-            BufferFullError: there is no room, and it is not circular.
+            EpisodeStateError: another episode is open.
+            BufferFullError: there is no room, and the buffer is not circular.
             BufferLockedError: another process writes.
             ReadOnlyError: the buffer only reads.
             WriterLostError: this object may not write any more.
@@ -142,9 +147,9 @@ class Recording(Editing):
         return Scope(self, begin)
 
     def begin_episode(self, *, keep_partial: bool = False, **meta: Any) -> Episode:
-        """An open episode to `store` to, `publish` or `abort`; several may be open at once.
+        """Open an episode, to `store` to, `publish` or `abort`; several may be open at once.
 
-        An episode that nobody holds any more, and that is not the last one begun, is dropped.
+        An open episode to which no reference is left is dropped, unless it is the last one that its thread began.
 
         Args:
             keep_partial: as for `one_episode`.
@@ -157,17 +162,17 @@ class Recording(Editing):
                 self._newest = {**self._newest_ones(), get_ident(): episode}
                 return episode
             except BaseException:
-                episode.abort()  # whoever asked for it never gets it
+                episode.abort()  # the caller never gets it
                 raise
 
     def begin_batch(self, batch_size: int, **meta_batch: Any) -> EpisodeGroup:
         """Open episodes of several synchronised environments, to `store` to together, `publish` or `abort`.
 
-        `store_batch` knows only the batch of a block: this one is stored to by what is returned. Where nobody holds
-        that any more, they are dropped.
+        Store by the methods of the result: `store_batch` of the buffer means only the batch of a `with` block. The
+        episodes are dropped when no reference to the result is left.
 
         Args:
-            batch_size: how many environments.
+            batch_size: the number of environments.
             meta_batch: meta field -> (batch_size, *field).
 
         Returns:
@@ -193,14 +198,14 @@ class Recording(Editing):
 
     @property
     def open_episodes(self) -> list[Episode | EpisodeGroup]:
-        """The open episodes, and batches of a block, that `store` could mean: those of this thread, else of all."""
+        """The open episodes, and batches of a block, that `store` could mean: of this thread, else of all threads."""
         return self._open_ones() if self._writer.holds else []
 
     def batched_episode(self, batch_size: int, **meta_batch: Any) -> Scope[EpisodeGroup]:
-        """Record an episode of each of several synchronised environments: `store_batch` in the block.
+        """Record an episode of each of several synchronised environments in a `with` block, by `store_batch`.
 
         Args:
-            batch_size: how many environments.
+            batch_size: the number of environments.
             meta_batch: meta field -> (batch_size, *field).
         """
         check_count("batch_size", batch_size)
@@ -250,13 +255,13 @@ class Recording(Editing):
     def store_episode(self, *, priority: Any = None, priority_name: str = "td", **arrays: Any) -> None:
         """Publish a whole episode.
 
-        Where a field that ends episodes is true before the last step, the steps after it are served as those of another
-        episode: no item reaches across. Whole episodes are given as they were stored.
+        If a field that ends episodes is true before the last step, the steps after it are read like another episode: no
+        item reaches across. Views of whole episodes give all steps.
 
         Args:
             priority: (T,) the TD error of each step, as for `add`.
             priority_name: as for `add`.
-            arrays: field -> (T, *field), with `final` (T + 1, *field) to give the final observation; meta field ->
+            arrays: field -> (T, *field); with `final` also (T + 1, *field), the final observation last; meta field ->
                 (*field).
 
         Raises:
@@ -296,52 +301,52 @@ class Recording(Editing):
         """Append one timestep of each of B environments that run side by side.
 
         `terminated` or `truncated` ends the episode of an environment: it is published, and the next call begins
-        another. One that is as long as `max_timesteps` is published as cut short, and goes on in a new one; where no
-        `next_<field>` is given, the next step adds what was seen after it.
+        another. An episode of `max_timesteps` steps is published as cut short, and continued in a new one. If no
+        `next_<field>` is given, the next step gives the final observation of the cut episode.
 
         Args:
-            priority: (B,) the TD error δ of each step, from which it has the priority (|δ| + ε)^α as soon as it is
-                published, as by `update_priorities`; without, the highest so far. In a buffer with a field of that name
-                it is the field.
-            priority_name: of the `Prioritized` that draws by them.
-            step: field -> (B, *field), or (*field) where there is one environment. Meta fields alike: the last value
-                counts. `next_<field>` of fields with `final`: the observation after the step, kept where an episode
-                ends or is cut. One warning tells where it seems to be that of a reset.
+            priority: (B,) the TD error δ of each step: it gets the priority (|δ| + ε)^α as soon as it is published, as
+                by `update_priorities`. Without errors a step gets the highest priority so far. In a buffer with a field
+                `priority` this argument is the field.
+            priority_name: the name of the `Prioritized` that draws by these priorities.
+            step: field -> (B, *field), or (*field) for a single environment. Meta fields likewise; the last value
+                counts. `next_<field>` of fields with `final`: the observation after the step, which is kept where an
+                episode ends or is cut. A warning is logged once if it seems to be the observation of a reset.
 
         Raises:
-            MemmapBufferError: as `one_episode` and `store` raise it, or B is another one. No environment got the step.
-            BufferLockedError: errors are given, and another process owns their priorities. Likewise.
-            OSError: the disk is full, say. All environments have the step or none, as after Ctrl-C; where it may be
-                missing, the next call ends the episodes before it, and begins others. What could not be published is
-                published by the next call.
+            MemmapBufferError: as `one_episode` and `store` raise it, or B has changed. No environment got the step.
+            BufferLockedError: errors are given, and another process owns their priorities. No environment got the step.
+            OSError: the disk is full, say. All environments have the step or none, as after Ctrl-C. If it may be
+                missing, the next call ends the episodes before it, and begins others. Episodes that could not be
+                published are published by the next call.
         """
-        try:  # first of all: of what comes before it nobody could know
+        try:  # around everything: whenever an interruption comes, `_missed` must note it
             self._extend(step, priority, priority_name, time=False)
         except BaseException as error:
             self._missed(error, step)
             raise
 
     def extend(self, *, priority: Any = None, priority_name: str = "td", **steps: Any) -> None:
-        """Append T timesteps of each of B environments, as so many calls of `add`.
+        """Append T timesteps of each of B environments, as T calls of `add` do.
 
         Args:
-            priority: (T, B) TD errors, or (T,) where there is one environment; see `add`.
+            priority: (T, B) TD errors, or (T,) for a single environment; see `add`.
             priority_name: as for `add`.
-            steps: field -> (T, B, *field), or (T, *field) where there is one environment.
+            steps: field -> (T, B, *field), or (T, *field) for a single environment.
 
         Raises:
             BufferFullError: an episode did not fit; the timesteps before it are stored.
             MemmapBufferError: as `add` raises it.
             OSError: as `add` raises it.
         """
-        try:  # first of all: of what comes before it nobody could know
+        try:  # around everything, as in `add`
             self._extend(steps, priority, priority_name, time=True)
         except BaseException as error:
             self._missed(error, steps)
             raise
 
     def end_episodes(self) -> None:
-        """Publish the episodes that `add` has open, flagged as cut short; `close` does so, too."""
+        """Publish the open episodes of `add`, flagged as cut short. `close` does so, too."""
         with self._turn:
             if self._stream is not None:
                 self._stream.publish()
@@ -350,18 +355,19 @@ class Recording(Editing):
 
     @property
     def num_added(self) -> int:
-        """How many timesteps `add` and `extend` of this object stored, of all environments, those that are gone too."""
+        """The number of timesteps that `add` and `extend` of this object stored, of all environments, gone ones too."""
         return self._num_added_before + (0 if self._stream is None else self._stream.num_added)
 
     def _let_stream_go(self) -> None:
+        """Let the next `add` begin a new stream, for any number of environments."""
         self._num_added_before, self._stream = self.num_added, None
 
     def publish_steps(self) -> None:
-        """Have what was added be visible: the episodes that `add` has open are published as cut short, others go on.
+        """Make all added timesteps visible: open episodes of `add` are published as cut short, and go on in new ones.
 
-        From then on each timestep is published at once, as `publish="step"` does. Where that cannot be, the next call
-        cuts again, and the log says so: it takes a spare slot for each environment, no other episode that is open, and
-        neither `sync_every` nor `publish_to`.
+        From then on each timestep is published at once, as with `publish="step"`. That needs a spare slot for each
+        environment, no other open episode, and neither `sync_every` nor `publish_to`. Else the next call cuts the
+        episodes again, and a warning is logged once.
         """
         with self._turn:
             stream, writer = self._stream, self._writer
@@ -378,6 +384,7 @@ class Recording(Editing):
             self._told_of_cuts = True
 
     def _extend(self, values: dict[str, Any], priority: Any, name: str, *, time: bool) -> None:
+        """`add`, or with `time` `extend`: by the fast way of the stream if it takes the values as they are."""
         with self._turn:
             stream = self._stream
             if priority is not None:
@@ -402,12 +409,12 @@ class Recording(Editing):
             self._finish_shard_if_due()
 
     def _go_on(self, stream: EpisodeStream, values: Mapping[str, Any], priority: Any, name: str) -> bool:
-        """`EpisodeStream.go_on` of a timestep that is given with its errors."""
+        """`EpisodeStream.go_on` for a timestep that is given with its errors; False: the slow way must be taken."""
         size, before = len(stream), stream.num_added
         try:
             errors = _errors_of(priority, (size,), "(B)")
         except SchemaError:
-            return False  # there it is told in full
+            return False  # the slow way raises it, after the checks that come first
         self._own_priorities(name)
         try:
             return stream.go_on(values)
@@ -418,12 +425,13 @@ class Recording(Editing):
                 self._keep_errors(name, [(stream.episodes[i], errors.item(i)) for i in recorded])
 
     def _keep_errors(self, name: str, last_steps: Iterable[tuple[Episode, float]]) -> None:
-        """Take the errors of the last timesteps of episodes, and give those that are published."""
+        """Keep the errors of the last timesteps of these episodes, and hand over those that are published."""
         for episode, error in last_steps:
             self._errors.add(name, episode, episode.length - 1, error)
         self._settle_errors()
 
     def _stream_of(self, size: int) -> EpisodeStream:
+        """The stream for `size` environments. Raises SchemaError: it runs with another number of them."""
         if self._stream is None:
             self._stream = self._new_stream(size)
         if len(self._stream) != size:
@@ -434,17 +442,20 @@ class Recording(Editing):
         return self._stream
 
     def _missed(self, error: BaseException, values: Mapping[str, Any]) -> None:
-        """Steps that were given may be missing, unless the error is of themselves; the last may have ended episodes."""
+        """Note that given steps may be missing, and which episodes the last of them ended.
+
+        Not for a MemmapBufferError or OSError: those tell that the steps were refused, or are handled in `_extend`.
+        """
         stream, schema = self._stream, self._storage.layout.schema
         if stream is not None and not isinstance(error, (MemmapBufferError, OSError)):
             stream.interrupt(False)
             flat = schema.flatten(values)
             for name in schema.ends:
-                with suppress(ValueError):  # of steps that would have been refused
+                with suppress(ValueError):  # values of a wrong shape, which would have been refused
                     stream.interrupt(np.reshape(to_numpy(flat.get(name, False)), (-1, len(stream)))[-1] != 0)
 
     def _append(self, stream: EpisodeStream, steps: Steps, errors: FloatArray | None, name: str) -> None:
-        """Append timesteps; where there are errors one by one, as what was stored of each gets its priorities."""
+        """Append timesteps; with errors one by one, so that errors are kept for exactly the steps that were stored."""
         if errors is None:
             stream.extend(steps)
             return
@@ -458,14 +469,16 @@ class Recording(Editing):
                 self._keep_errors(name, [(stream.episodes[i], row.item(i)) for i in stored])
 
     def _priority(self, priority: Any, values: dict[str, Any]) -> Any:
-        """The errors that were given, unless `priority` is a field."""
+        """`priority`, or None if it is a field: then it is moved into `values`."""
         if priority is not None and "priority" in self._storage.layout.schema.all:
             values["priority"] = priority
             return None
         return priority
 
     def _errors_given(self, priority: Any, name: str, shape: tuple[int, ...], axes: str) -> FloatArray | None:
-        """The errors of steps that are not stored yet, if there are any; their priorities are owned from then on."""
+        """The checked errors of steps, None for none. The priorities `name` are opened for writing before any step is
+        stored.
+        """
         if priority is None:
             return None
         errors = _errors_of(priority, shape, axes)
@@ -473,18 +486,19 @@ class Recording(Editing):
         return errors
 
     def _settle_errors(self) -> None:
-        """Give the errors of steps that were published meanwhile."""
+        """Hand over the errors of steps that were published meanwhile."""
         self._errors.settle(self._storage.state("next"), self._give_errors)
 
     def _new_stream(self, size: int) -> EpisodeStream:
+        """A stream of episodes for `size` environments."""
         begin = None if self._publisher is None else partial(_begin_in_stream, ref(self))
         resets = {"skips_resets": self._skips_resets, "resets_at_once": self._resets_at_once}
         return EpisodeStream(self._writer, size, **resets, begin=begin)
 
-    # The shard, where it is published as it is full
+    # The shard, which is published when it is full (`publish_to`)
 
     def _writer_with_room(self) -> Writer:
-        """The writer for another episode: of a new shard where this one is to be followed, or has no room."""
+        """The writer for another episode: that of a new shard, if this shard is full or due to be published."""
         if self._publisher is not None:
             count, limit = self._writer.num_given, self._storage.layout.max_episodes
             if count and count + len([*self._writer.lock.episodes]) >= limit:
@@ -494,9 +508,9 @@ class Recording(Editing):
         return self._writer
 
     def _finish_shard_if_due(self, *, wait: bool = True) -> None:
-        """Finish the shard if it has its episodes, or its time; what stands in the way of that is logged.
+        """Finish the shard if it has enough episodes, or its time is over. An error is logged.
 
-        Args: wait: not while the final observation of an episode that was cut is still to come.
+        Args: wait: do not finish it as long as the final observation of a cut episode is still to come.
         """
         publisher = self._publisher
         if publisher is not None:
@@ -509,67 +523,71 @@ class Recording(Editing):
                         log.warning("%s: no shard can be begun after it yet: %s", self._storage.path, error)
 
     def _finish_shard(self) -> None:
-        """Have this shard published, and go on in a new one with the episodes that are open."""
+        """Hand this shard over to be published, and continue in a new one with the open episodes."""
         raise NotImplementedError
 
     # The open episode
 
     def _current(self) -> Episode:
-        """The open episode of this thread, else the only one that is open."""
+        """The open episode of this thread, else the only one. Raises EpisodeStateError: there is none, or several."""
         episodes = self._open_ones()
         if len(episodes) == 1 and isinstance(episodes[0], EpisodeGroup):
             raise EpisodeStateError("store: a batch of episodes is open; use store_batch")
         if len(episodes) == 1 and isinstance(episodes[0], Episode):
             return episodes[0]
-        some = (
+        problem = (
             f"{len(episodes)} episodes are open; use episode.store()"
             if episodes
             else "no episode is open; store within `with buffer.one_episode():`, or after begin_episode()"
         )
-        raise EpisodeStateError(f"{self._storage.path}: {some}")
+        raise EpisodeStateError(f"{self._storage.path}: {problem}")
 
     def _newest_ones(self) -> dict[int, Episode]:
+        """`_newest` without the episodes that are not open any more."""
         return {thread: episode for thread, episode in self._newest.items() if episode.state == "open"}
 
     def _begun_ones(self) -> list[Episode]:
+        """The episodes of `begin_episode` that are still open."""
         episodes = [reference() for reference in self._begun]
         return [episode for episode in episodes if episode is not None and episode.state == "open"]
 
     def _open_ones(self) -> list[Episode | EpisodeGroup]:
+        """See `open_episodes`."""
         thread = get_ident()
-        mine = self._scopes.get(thread)
-        if mine is not None:
-            return [mine]
+        own_scope = self._scopes.get(thread)
+        if own_scope is not None:
+            return [own_scope]
         self._writer.require_writable()
         begun = self._begun_ones()
         scopes = [scope for scope in list(self._scopes.values()) if scope.state == "open"]
         return [episode for episode in begun if episode.thread == thread] or [*scopes, *begun]
 
     def _group(self, what: str) -> EpisodeGroup:
+        """The open batch of this thread's block, else the only one. `what` is the method, for the error."""
         scopes = self._scopes
-        mine = scopes.get(get_ident()) or (next(iter(scopes.values())) if len(scopes) == 1 else None)
-        if not isinstance(mine, EpisodeGroup):
+        group = scopes.get(get_ident()) or (next(iter(scopes.values())) if len(scopes) == 1 else None)
+        if not isinstance(group, EpisodeGroup):
             raise EpisodeStateError(f"{what}: no batch is open; use it within `with buffer.batched_episode(n):`")
-        return mine
+        return group
 
 
 def _begin_in_stream(reference: ref[Recording]) -> Episode:
-    """An episode of the buffer that holds the stream, which does not hold it."""
+    """Open an episode for a stream. The stream refers to its buffer weakly, as the buffer holds the stream."""
     buffer = reference()
     assert buffer is not None
     return buffer._writer_with_room().open({}, block_end=interrupted_end)
 
 
 def _errors_of(values: Any, shape: tuple[int, ...], axes: str) -> FloatArray:
-    """Errors as they were given.
+    """TD errors as a float64 array of the given shape.
 
     Args:
         values: numbers.
-        shape: that they must have; of one environment its axis may be left out.
-        axes: what the axes are, for the error.
+        shape: the shape; for a single environment its axis may be left out.
+        axes: the names of the axes, for the error.
 
     Raises:
-        SchemaError: another shape, or no finite numbers.
+        SchemaError: they have another shape, or are not all finite numbers.
     """
     errors = to_numpy(values)
     alone = shape[:-1] if shape[-1] == 1 and axes.endswith("B)") else shape
