@@ -1,4 +1,8 @@
-"""`ReplayBuffer`: one folder, opened or created, to write, read and change."""
+"""`ReplayBuffer`: one folder of episodes, opened or created, to write, read and change.
+
+Its methods are in three base classes: `Recording` (writing), `Editing` (changing) and `Readable` (reading). Here are
+the ways to open a folder, the end of its use, and, for `publish_to`, the switch from one shard to the next.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +42,14 @@ if TYPE_CHECKING:
     from memmap_buffer.maintenance.statistics import Statistics
 
 
-WITHOUT_A_TIME_LIMIT = 1000  # timesteps of an episode, which goes on in the next one
+WITHOUT_A_TIME_LIMIT = 1000  # `max_timesteps` where no limit is known: longer episodes are continued in the next one
 
 
 class ReplayBuffer(Recording, Readable):
     """A folder of episodes, one memory-mapped array per field.
 
-    Opening an existing folder of the same schema goes on where it stood. The writer's lock is taken by creating, by
-    `overwrite=True`, or by the first write, and held until `close` or the end of the process; readers need none.
+    An existing folder with the same schema is opened and keeps its episodes. The writer's lock is taken by creating, by
+    `overwrite=True`, or by the first write, and held until `close` or the end of the process; readers need no lock.
 
     - Opening: the constructor, from_folder, for_env; snapshot; flush, close
     - Writing: one_episode, begin_episode, store, advance_episode: one episode; store_episode: a whole one;
@@ -60,24 +64,25 @@ class ReplayBuffer(Recording, Readable):
       max_episodes, max_timesteps, circular, spare_slots
 
     Args:
-        folder: where it is; made if it is missing. As in every path, `~` is the home folder.
-        max_episodes: the most episodes that are visible at a time; it may be left out beside a `capacity`: then as many
-            as hold it with ten timesteps each, and at least a thousand, unless a file would be larger than 8 TiB.
+        folder: the path of the folder, which is made if it is missing. As in every path, `~` is the home folder.
+        max_episodes: the most episodes that are visible at a time. Beside a `capacity` it may be left out: then there
+            is room for the capacity in episodes of ten timesteps, and for at least a thousand episodes, unless a file
+            would be larger than 8 TiB.
         max_timesteps: the most timesteps of an episode.
         fields: per-timestep fields: name -> "float", ("float", shape), ("float", shape, default), a `Field`, any
             numpy or torch dtype, or a nested dict of these; or a `Schema`.
-        meta_fields: per-episode fields, spelled alike.
-        circular: publishing into a full buffer retires the oldest, instead of raising BufferFullError; None: beside a
-            `capacity`.
+        meta_fields: per-episode fields, given in the same forms.
+        circular: True: publishing into a full buffer retires the oldest episode; False: it raises BufferFullError.
+            None: True beside a `capacity`, else False.
         overwrite: delete the buffer in the folder first, exactly the files that its schema lists.
         read_only: open an existing folder, and never write to it.
         flush_every_store_step: accepted and without effect; nothing is on disk before an episode is published.
-        capacity: the newest so many timesteps are visible, in the order in which they were published; a ring of steps.
-        spare_slots: slots beyond `max_episodes`, one for every episode that is written in place at a time, as the open
-            ones of `publish="step"` are; None: 64 beside a `capacity`, as they cost nothing, otherwise 1.
+        capacity: only the newest `capacity` timesteps are visible, in the order of their publication: a ring of steps.
+        spare_slots: slots beyond `max_episodes`, one for each episode that is written in place at a time, such as the
+            open ones with `publish="step"`. None: 64 beside a `capacity`, as they cost nothing there, else 1.
         durability: "process": a published episode survives everything but a crash of the machine; "power": that, too,
             by a barrier on each file.
-        sync_every: with "power": publish so many episodes behind the same barriers; they become visible together.
+        sync_every: with "power": this many episodes are published behind the same barriers, and get visible together.
         checksum: "crc32" (of sums of blocks: see `format`), or None for none.
         publish: "episode": an episode is visible when it is complete; "step": each timestep at once.
         stage: "ram": an open episode is in memory; "disk": it is written to its slot in chunks as it grows, for
@@ -85,30 +90,30 @@ class ReplayBuffer(Recording, Readable):
         verify: when checksums are compared: "auto" (of episodes that a crash of the machine may have spoilt, when they
             are first read), "always" (of all, on opening), "read" (at every read) or "never".
         reserve: take the whole disk space when creating, instead of as episodes are written.
-        shard: "auto": `folder` is a root of shards, and this writes to the first of them that nobody writes to, that
-            was created with these arguments and has room; else to a new one. `ConcatBuffer.from_root` reads them all.
-            The shard is taken as long as this object has the lock, for other objects of the same process, too.
-        publish_to: with shard="auto", the URL of a root in a store. Each shard is published there in a thread, by a
-            name that no other host has, and another one begun, with the episodes that are open; `close` publishes the
-            rest. This object shows the shard that is being recorded. What fails is logged and tried again at the next
-            shard, and by the next recorder of `folder`.
-        publish_every: how many episodes a shard gets, or after how long, as a `timedelta`, it is published; None: as
-            many as it has room for.
-        keep_published: of the shards that are published, how many stay in `folder/published`, the newest; None: all.
-        storage_options: of `publish_to`, for fsspec.
-        terminated: the field that is true where an episode ended and nothing follows; None: none of them is. It and
+        shard: "auto": `folder` is a root of shards. This object writes to the first shard that has no writer, was
+            created with these arguments and has room; else to a new one. As long as this object has the lock, no other
+            object takes the shard, in this process, either. `ConcatBuffer.from_root` reads all shards.
+        publish_to: with shard="auto", the URL of a root in a store. Each full shard is published there by a thread,
+            under a name that no other host has; a new shard takes over the open episodes. `close` publishes the last
+            one. This object shows only the shard that it records to. Errors are logged, and publishing is tried again
+            at the next shard, and by the next recorder of `folder`.
+        publish_every: publish a shard after this many episodes, or after this time, a `timedelta`; None: when it is
+            full.
+        keep_published: the number of published shards, the newest ones, that stay in `folder/published`; None: all.
+        storage_options: for `publish_to`: options of fsspec.
+        terminated: the field that is true where an episode ended and nothing follows; None: there is none. It and
             `truncated` end the episodes of `add`, and stop n-step returns; they are kept in the folder.
-        truncated: the field that is true where an episode was ended before its time, by a time limit, say; None: none.
+        truncated: the field that is true where an episode was ended early, by a time limit, say; None: there is none.
         skips_resets: whether the step after an episode's end is the environment's reset, which `add` and `extend` leave
-            out; a new folder keeps it for those who open it; None: as the folder has it, False for a new one.
+            out. A new folder keeps it for later objects. None: as the folder has it, False for a new one.
 
     Raises:
         SchemaMismatchError: the folder, or the root at `publish_to`, holds another schema; the text lists the
             differences.
-        SchemaError: an argument is not what it must be.
+        SchemaError: an argument has a wrong value.
         NotABufferError: `read_only`, and there is no buffer in the folder; or another one was published to the folder.
         CorruptBufferError: a file is damaged.
-        BufferLockedError: another process writes, and this was to create or overwrite.
+        BufferLockedError: another process writes, and this object was to create or overwrite.
     """
 
     def __init__(
@@ -211,7 +216,8 @@ class ReplayBuffer(Recording, Readable):
         """Open an existing folder with the schema that it holds.
 
         Args:
-            folder: where it is; or the URL of one that was published, of which what is read is fetched and kept.
+            folder: the path of the folder; or the URL of a published one, of which only the parts that are read are
+                fetched, and kept.
             read_only: never write to it.
             durability: as for the constructor.
             sync_every: as for the constructor.
@@ -219,13 +225,13 @@ class ReplayBuffer(Recording, Readable):
             publish: as for the constructor.
             stage: as for the constructor.
             verify: as for the constructor.
-            storage_options: of a URL, as for `ConcatBuffer.from_root`.
-            cache: of a URL, likewise.
-            cache_bytes: of a URL, likewise.
+            storage_options: for a URL, as for `ConcatBuffer.from_root`.
+            cache: for a URL, as for `ConcatBuffer.from_root`.
+            cache_bytes: for a URL, as for `ConcatBuffer.from_root`.
 
         Raises:
             NotABufferError: there is no buffer in the folder.
-            SchemaError: an argument is not what it must be, or the schema is of an unknown version.
+            SchemaError: an argument has a wrong value, or the schema has an unknown version.
             CorruptBufferError: a file is damaged.
         """
         buffer = cls.__new__(cls)
@@ -256,27 +262,27 @@ class ReplayBuffer(Recording, Readable):
         dtype: Any = None,
         **options: Any,
     ) -> Self:
-        """A buffer with the fields of a Gymnasium environment's timesteps; of a vector's, those of one of them.
+        """A buffer with the fields of a Gymnasium environment's timesteps; for a vector, those of a single environment.
 
         `observation` (with `final`), `action`, `reward`, `terminated`, `truncated`; see `environments.schema_of`.
 
         Args:
-            env: a Gymnasium environment or vector environment. Where the step after an episode's end is its reset
+            env: a Gymnasium environment or vector environment. If the step after an episode's end is its reset
                 (`AutoresetMode.NEXT_STEP`, the default of vectors, or the wrapper `Autoreset`), `add`, `extend` and
                 collectors of this object leave that step out; call `end_episodes` before a reset of your own. A new
-                folder keeps that for whoever opens it without an environment; that of `env` holds for this object.
+                folder keeps this fact for objects that open it without an environment; here that of `env` counts.
             folder: as for the constructor.
             max_episodes: as for the constructor.
-            max_timesteps: default: the time limit of the environment, or the longest of a vector; beside a `capacity`
-                1,000 where there is none: longer episodes are stored in parts.
+            max_timesteps: default: the time limit of the environment, or the longest one of a vector. Without a limit,
+                beside a `capacity`, 1,000: longer episodes are stored in parts.
             capacity: as for the constructor.
-            spare_slots: default: as for the constructor, and one for each environment where episodes are written in
-                place.
+            spare_slots: default: as for the constructor, but at least one for each environment if episodes are written
+                in place.
             publish: default: "step" beside a `capacity`, otherwise "episode".
-            fields: more fields, such as log_prob, or others in the place of these.
-            codec: of observations that are images (uint8, two axes or more), as for `Field`: "zstd", say.
-            dtype: of floating-point observations and actions: "float32" stores the float64 of MuJoCo in half the room.
-                Default: as the spaces say.
+            fields: more fields, such as log_prob, or replacements of these.
+            codec: the codec of observations that are images (uint8, two axes or more), as for `Field`: "zstd", say.
+            dtype: the dtype of floating-point observations and actions: "float32" stores the float64 of MuJoCo in half
+                the space. Default: that of the spaces.
             options: any other argument of the constructor.
 
         Raises:
@@ -307,16 +313,18 @@ class ReplayBuffer(Recording, Readable):
         return buffer
 
     def _setup(self, writer: Writer, skips_resets: bool | None = None) -> None:
+        """Begin with the folder of this writer; the common end of all constructors."""
         super().__init__(Folders([writer.storage]))
         self._skips_resets = writer.storage.layout.skips_resets if skips_resets is None else skips_resets
         self._begin(writer)
 
     def _begin(self, writer: Writer) -> None:
+        """Write by this writer from now on. An update that a dead writer left half done is completed."""
         self._record_to(writer)
         if writer.lock.is_held:
-            writer.begin()  # who creates is the writer from the start
+            writer.begin()  # the lock was taken to create the folder: this is its writer from the start
         if not self.read_only and writer.storage.folder.exists(UPDATE):
-            with suppress(BufferLockedError):  # its writer is alive, and replays it
+            with suppress(BufferLockedError):  # the writer of the update is alive, and completes it
                 writer.begin()
                 writer.storage.check_always()
 
@@ -337,27 +345,30 @@ class ReplayBuffer(Recording, Readable):
         self._begin(Writer(opened, before.lock, how))
         before.detach()
 
-    # Shards that are published as they are full
+    # Shards that are published when they are full (`publish_to`)
 
     def _finish_shard(self) -> None:
         assert self._publisher is not None
         with self._turn:
             before = self._writer
-            before.begin()  # raises where nothing may be written any more
+            before.begin()  # raises if this object may not write any more
             if self._stream is not None:
                 self._stream.complete()
             before.commit_pending()
-            self._settle_errors()  # of all that were published here
+            self._settle_errors()  # of all episodes that were published in this shard
             priorities = self._priorities
             layout, reserve = self._storage.layout, bool(self._storage.state("reserved"))
             self._switch = before, self._publisher.new_shard(layout, before.how, self._storage.verify, reserve)
             self._switch_shards()
-            for done in priorities.values():
-                with suppress(OSError):  # of a disk that is full: nothing is drawn by them any more
-                    done.close()
+            for old_priorities in priorities.values():
+                with suppress(OSError):  # such as a full disk: nothing is drawn by these priorities any more
+                    old_priorities.close()
 
     def _switch_shards(self) -> None:
-        """Nothing here fails; interrupted, it is done again, from its first line, by whoever takes the turn next."""
+        """Complete the switch that `_finish_shard` prepared. No line of it fails.
+
+        After an interruption `_turn` calls it again, and it begins again from the first line.
+        """
         assert self._publisher is not None
         with self._publisher.turn:
             if self._switch is None:
@@ -372,6 +383,7 @@ class ReplayBuffer(Recording, Readable):
             self._switch = None
 
     def _begin_timer(self) -> None:
+        """Start the timer of `publish_every`, which calls `_on_time`."""
         assert self._publisher is not None
         self._publisher.begin_timer(partial(_on_time, weakref.ref(self)))
 
@@ -395,17 +407,17 @@ class ReplayBuffer(Recording, Readable):
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """The path of the folder."""
         return self._storage.path
 
     @property
     def files(self) -> dict[str, ArrayFile]:
-        """The `.npy` file of each field, by dotted name; of a compressed one the index, and `<name>/blobs` besides."""
+        """Dotted name of a field -> its `.npy` file; of a compressed one the index, and the blobs as `<name>/blobs`."""
         return {name: file for name, file in self._storage.layout.arrays.items() if not name.startswith("/")}
 
     @property
     def read_only(self) -> bool:
-        """Whether it may only be read: it was opened so, or is packed."""
+        """Whether the buffer may only be read: it was opened with `read_only`, or is packed."""
         return self._storage.read_only or not self._storage.layout.writable
 
     @property
@@ -414,17 +426,17 @@ class ReplayBuffer(Recording, Readable):
 
     @property
     def circular(self) -> bool:
-        """Whether publishing into a full buffer retires the oldest."""
+        """Whether publishing into a full buffer retires the oldest episode."""
         return self._storage.layout.circular
 
     @property
     def capacity(self) -> int | None:
-        """The newest so many timesteps are visible; None: as many as there are."""
+        """The number of newest timesteps that are visible; None: all."""
         return self._storage.layout.capacity
 
     @property
     def spare_slots(self) -> int:
-        """The slots beyond `max_episodes`: how many episodes may be written in place at a time."""
+        """The slots beyond `max_episodes`: the most episodes that may be written in place at a time."""
         return self._storage.layout.spare_slots
 
     def statistics(
@@ -437,18 +449,18 @@ class ReplayBuffer(Recording, Readable):
     ) -> Statistics:
         """Count, mean, standard deviation, extremes and quantiles of fields, over the visible episodes.
 
-        Those of all episodes are kept in the folder by its writer, and computed again when something visible has
-        changed.
+        The writer keeps the statistics of all episodes in the folder; they are computed again when something visible
+        has changed.
 
         Args:
-            names: the fields; default: all of numbers.
+            names: the fields; default: all fields of numbers.
             quantiles: numbers between 0 and 1; `rank_error` of each field says how exact they are.
-            seed: of the samples that quantiles are taken from.
+            seed: the seed of the samples from which quantiles are taken.
             options: those of `EpisodeOptions`: which episodes, such as split={"train": 0.9, "val": 0.1}, part="train".
 
         Raises:
             NotEnoughDataError: there are no episodes.
-            SchemaError: a field is unknown, a quantile is none, or an option does not choose episodes.
+            SchemaError: a field is unknown, a quantile is not between 0 and 1, or an option does not choose episodes.
         """
         from memmap_buffer.maintenance.statistics import kept_statistics, statistics
 
@@ -463,13 +475,13 @@ class ReplayBuffer(Recording, Readable):
         meta_fieldnames: Sequence[str] | None = None,
         strict: bool = True,
     ) -> Collector:
-        """A `Collector`: rollouts of several groups in memory, to learn from and then to store here.
+        """A `Collector`: rollouts of several groups in memory, to learn from and then to store in this buffer.
 
         Args:
-            num_groups: how many groups.
+            num_groups: the number of groups.
             fieldnames: the fields that are collected; default: all.
             meta_fieldnames: the meta fields that are collected; default: all.
-            strict: whether an unknown name raises; otherwise it is collected, and not stored.
+            strict: True: an unknown name raises; False: it is collected, and not stored.
         """
         return Collector(self, num_groups, fieldnames, meta_fieldnames, strict)
 
@@ -479,11 +491,11 @@ class ReplayBuffer(Recording, Readable):
         """Copy the published episodes into a new buffer, from any process; a writer may go on meanwhile.
 
         Args:
-            path: of the new folder.
+            path: the path of the new folder.
 
         Raises:
-            SchemaMismatchError: there is a buffer already, or this one was overwritten since it was opened.
-            SchemaError: this one is at a URL; `pull` copies that.
+            SchemaMismatchError: there is a buffer already, or this buffer was overwritten since it was opened.
+            SchemaError: this buffer is at a URL; `pull` copies it.
             CorruptBufferError: an episode fails its checksums.
             OSError: the disk is full, say.
         """
@@ -492,10 +504,10 @@ class ReplayBuffer(Recording, Readable):
         snapshot(self._storage, path_of(path))
 
     def flush(self) -> None:
-        """Wait until everything published is on the disk, and the priorities.
+        """Wait until all published episodes, and the priorities, are on the disk.
 
         Raises:
-            OSError: the disk did not take it; what was published stays visible.
+            OSError: the disk reports an error; the published episodes stay visible.
         """
         with self._turn:
             self._writer.flush()
@@ -505,18 +517,18 @@ class ReplayBuffer(Recording, Readable):
         super().flush()
 
     def close(self) -> None:
-        """Flush and let go of the lock; twice is fine. Open episodes are dropped, but for those of `add`.
+        """Flush, and release the lock; closing twice is fine. Open episodes are dropped; those of `add` are published.
 
         Raises:
-            RemoteError: with `publish_to`, shards could not be published; the text names them. They stay where they
-                are, and `close` called again tries again.
-            BufferLockedError: likewise, as another process has held such a shard for a minute.
+            RemoteError: with `publish_to`, shards could not be published; the text names them. They stay on this
+                machine, and another call of `close` tries again.
+            BufferLockedError: the same, because another process has held such a shard for a minute.
         """
         with self._turn:
             try:
                 if self._writer.holds:
                     self.end_episodes()
-                    if self._errors:  # of episodes that wait for others behind the same barriers
+                    if self._errors:  # TD errors of episodes that `sync_every` holds back
                         self._writer.flush()
                         self._settle_errors()
                 self._close_priorities()
@@ -535,17 +547,18 @@ class ReplayBuffer(Recording, Readable):
 
 
 def _on_time(reference: weakref.ref[ReplayBuffer]) -> None:
-    """The call of the timer, which holds no buffer that nobody else does."""
+    """The call of the timer. It has a weak reference, so that it does not keep the buffer alive."""
     buffer = reference()
     if buffer is not None and buffer._publisher is not None:
         with buffer._turn:
             if buffer._writer.holds:
                 buffer._finish_shard_if_due()
-                buffer._publisher.begin()  # what failed before, too
+                buffer._publisher.begin()  # publishes shards that failed before, too
                 buffer._begin_timer()
 
 
 def _require_publishable(layout: Layout, how: WriteOptions, shard: str | None) -> None:
+    """Raise SchemaError: these options cannot be combined with `publish_to`."""
     if shard is None:
         raise SchemaError("publish_to publishes the shards of a root; give shard='auto', too")
     if layout.circular:
@@ -561,6 +574,7 @@ def _require_publishable(layout: Layout, how: WriteOptions, shard: str | None) -
 
 
 def _require_auto(shard: str, excluded: bool) -> None:
+    """Raise SchemaError: `shard` is not "auto", or an option is given that excludes it."""
     if shard != "auto":
         raise SchemaError(f"shard: got {shard!r}, expected 'auto' or None; open one of your own by its path")
     if excluded:
@@ -568,13 +582,13 @@ def _require_auto(shard: str, excluded: bool) -> None:
 
 
 def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, reserve: bool) -> None:
-    """Make the folder's buffer, its lock held from then on."""
+    """Create the buffer in a folder, and keep the lock."""
     folder.create()
     lock.acquire()
     try:
         if overwrite and folder.exists("schema.json"):
-            with suppress(MemmapBufferError, OSError):  # a damaged one may be replaced all the same
-                # raises the term, which stops a writer whose lock failed
+            with suppress(MemmapBufferError, OSError):  # a damaged buffer can be replaced, too
+                # `begin` raises the term, which stops another writer whose lock did not hold
                 Writer(Storage(folder), lock, WriteOptions()).begin()
             creation.remove(folder)
         if not folder.exists("schema.json"):
@@ -586,4 +600,5 @@ def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, r
 
 
 def _reopen(kind: type[ReplayBuffer], folder: Path, read_only: bool, how: dict[str, Any]) -> ReplayBuffer:
+    """The buffer that another process pickled."""
     return kind.from_folder(folder, read_only, **how)
