@@ -1,6 +1,8 @@
-"""The reading half of every buffer: what it holds, its episodes, datasets, loaders, samples.
+"""`Readable`: the reading part of every buffer: its properties, whole episodes, datasets, loaders, samples, priorities.
 
-torch is loaded when a loader or a tensor is first asked for.
+The methods check few things themselves: options become a `BatchReader` (`loading.batch_reader`), which reads batches of
+the items that a sampler of `loading.samplers` or `loading.epochs` chose. torch is imported when a loader or a tensor is
+first asked for.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ if TYPE_CHECKING:
     from memmap_buffer.loading.options import ArrayBatch, BatchOptions, EpisodeOptions, LoaderOptions, TensorBatch
     from memmap_buffer.loading.prefetch import Device
 
-MAX_KEPT = 32  # sets of options whose sampler, with its index, is kept
+MAX_KEPT = 32  # the most sets of options whose samplers, with their indexes, are kept
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _retried(read: Callable[Concatenate[Readable, P], T]) -> Callable[Concatenate[Readable, P], T]:
-    """A method that is called again where another thread changes the columns meanwhile, with this object."""
+    """A decorator of methods that read: they are called again if another thread of this object changed the columns."""
 
     @wraps(read)
     def call(self: Readable, /, *arguments: P.args, **options: P.kwargs) -> T:
@@ -66,7 +68,7 @@ def _retried(read: Callable[Concatenate[Readable, P], T]) -> Callable[Concatenat
             except SchemaMismatchError:
                 if self._settled() is folders:
                     raise
-            except Exception:  # of names that are not those of the folders any more, say
+            except Exception:  # such as an unknown name: the fields may have changed
                 if self._folders is folders:
                     raise
             else:
@@ -77,11 +79,11 @@ def _retried(read: Callable[Concatenate[Readable, P], T]) -> Callable[Concatenat
 
 
 class Readable(Markable):
-    """The reading half of `ReplayBuffer` and `ConcatBuffer`.
+    """The reading part of `ReplayBuffer` and `ConcatBuffer`.
 
     Args:
-        folders: what is read.
-        weights: the exact share of each folder in a batch, or None.
+        folders: the folders that are read.
+        weights: the exact share of each folder in a batch; None: every item counts the same.
     """
 
     def __init__(self, folders: Folders, weights: Sequence[float] | None = None) -> None:
@@ -92,7 +94,7 @@ class Readable(Markable):
         self._priorities: dict[str, NamedPriorities] = {}
         self._opening = Turn()
 
-    # What is there
+    # Properties
 
     @property
     def schema(self) -> Schema:
@@ -115,49 +117,49 @@ class Readable(Markable):
     @property
     @_retried
     def num_episodes(self) -> int:
-        """How many episodes are visible; not those of which a `capacity` has forgotten the first steps."""
+        """The number of visible episodes, without those of which a `capacity` has dropped the first steps."""
         return sum(len(table.whole) for table in self._folders.refresh())
 
     @property
     @_retried
     def num_steps(self) -> int:
-        """How many timesteps are visible, those of trimmed episodes included."""
+        """The number of visible timesteps, with those of trimmed episodes."""
         return sum(table.steps for table in self._folders.refresh())
 
     @property
     def num_published(self) -> int:
-        """How many episodes were ever published, by any process; those that are gone count, too."""
+        """The number of episodes that were ever published, by any process; those that are gone count, too."""
         return sum(storage.state("next") for storage in self._folders.storages if not storage.withdrawn)
 
     @property
     def episode_lens(self) -> IntArray:
-        """(episodes,) int64 timesteps of each episode, oldest first."""
+        """(episodes,) int64 the number of timesteps of each episode, oldest first."""
         return np.concatenate([table.length[table.whole] for table in self._tables()])
 
     @property
     def serials(self) -> IntArray:
-        """(episodes,) int64 the number of each episode, which it keeps for ever; oldest first."""
+        """(episodes,) int64 the serial of each episode, a number that it keeps for ever; oldest first."""
         return np.concatenate([table.serial[table.whole] for table in self._tables()])
 
     @property
     @_retried
     def episode_times(self) -> IntArray:
-        """(episodes,) int64 when each episode was published, in seconds since 1970; oldest first."""
+        """(episodes,) int64 the time of publication of each episode, in seconds since 1970; oldest first."""
         folders = self._folders.by_number(self._folders.refresh())
         return np.concatenate([published_at(storage, table.whole) for _, storage, table in folders])
 
     @_retried
     def _tables(self) -> list[EpisodeTable]:
-        """The tables as they are now, folder by folder."""
+        """The episode tables as of now, by ascending numbers of the folders."""
         return [table for _, _, table in self._folders.by_number(self._folders.refresh())]
 
     def _chosen(self, options: EpisodeOptions) -> list[NumberedFolder]:
-        """The folders that are there, by number, with tables that show only the episodes that the options choose."""
-        each = self._folders.by_number(self._folders.refresh())
-        slots = selection_of_episodes(options, self.schema).slots(each)
+        """(number, folder, table) of each folder; its table shows only the episodes that options choose."""
+        numbered = self._folders.by_number(self._folders.refresh())
+        slots = selection_of_episodes(options, self.schema).slots(numbered)
         return [
             (number, storage, replace(table, visible=chosen))
-            for (number, storage, table), chosen in zip(each, slots, strict=True)
+            for (number, storage, table), chosen in zip(numbered, slots, strict=True)
             if not storage.withdrawn
         ]
 
@@ -173,7 +175,7 @@ class Readable(Markable):
 
     @_retried
     def refresh(self) -> None:
-        """See what was published since; every property, `sample` and new epoch does so by itself."""
+        """Take in what was published since. Every property, `sample` and new epoch does so by itself."""
         self._folders.refresh()
 
     # Whole episodes
@@ -183,11 +185,11 @@ class Readable(Markable):
         """A whole episode as numpy arrays, which `store_episode` takes as they are.
 
         Args:
-            i: its position, 0 the oldest, -1 the newest.
+            i: its position: 0 is the oldest, -1 the newest.
 
         Returns:
-            Fields (T, *field), those with `final` (T + 1, *field) if it has its final observation, and meta fields;
-            lists padded with zeros to the longest, and `_lens_<key>` (T,), or (T + 1,), how long each is.
+            Fields (T, *field); those with `final` (T + 1, *field) if the episode has its final observation; and meta
+            fields. Lists are padded with zeros to the longest, and `_lens_<key>` (T,), or (T + 1,), has their lengths.
 
         Raises:
             EpisodeIndexError: there is no such episode; an IndexError.
@@ -209,15 +211,15 @@ class Readable(Markable):
         """Several episodes, or some of their fields, as numpy arrays under dotted names, without torch.
 
         Args:
-            indices: positions among the episodes that the options choose, or a slice of them; None for all.
+            indices: positions among the episodes that the options choose, or a slice; None for all.
             options: those of `Options` for whole episodes, such as fields, filter_meta, split, part, return_indices.
 
         Returns:
-            Fields (E, Tmax, *field) padded with zeros, `_lens` (E,), of lists `_lens_<key>` (E, Tmax), meta fields
+            Fields (E, Tmax, *field) padded with zeros, `_lens` (E,), for lists `_lens_<key>` (E, Tmax), meta fields
             (E, *field).
 
         Raises:
-            SchemaError: an option is not for whole episodes.
+            SchemaError: an option is not one for whole episodes.
             EpisodeIndexError: there is no such episode; an IndexError.
         """
         data = self._read_whole(indices, **options)
@@ -229,12 +231,12 @@ class Readable(Markable):
         """A picture of one episode: frames of its images, curves of its numbers. A notebook shows it.
 
         Args:
-            i: its position, 0 the oldest, -1 the newest.
-            fields: the fields that are drawn; default: all that can be, which text and lists cannot.
+            i: its position: 0 is the oldest, -1 the newest.
+            fields: the fields that are drawn; default: all but text and lists.
 
         Raises:
             EpisodeIndexError: there is no such episode; an IndexError.
-            SchemaError: a name is unknown, a field that is named cannot be drawn, or none can.
+            SchemaError: a name is unknown, a named field is text or a list, or there is no other field.
             ImportError: the extra `plot` is not installed.
         """
         names = self.schema.require(fields or self.fieldnames, "fields", self.schema.fields)
@@ -250,7 +252,7 @@ class Readable(Markable):
 
     @_retried
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """The item `i` of `dataset()`: one episode as tensors, unpadded, with `_lens`."""
+        """Item `i` of `dataset()`: one episode as tensors, unpadded, with `_lens`."""
         from memmap_buffer.loading.tensors import to_tensors
 
         item: dict[str, Any] = Batch(to_tensors(self._read_whole(_position(i))), 1)[0]
@@ -263,16 +265,17 @@ class Readable(Markable):
         meta_fields: Sequence[str] | None = None,
         device: Device = None,
     ) -> dict[str, Any]:
-        """Everything at once, as tensors padded to the longest episode.
+        """All episodes at once, as tensors padded to the longest episode.
 
         Args:
             fields: the fields that are wanted.
-            meta_fields: the meta fields that are wanted; with both left out all, and `episode_lens`.
-            device: where to put them.
+            meta_fields: the meta fields that are wanted. If both are left out: all fields and meta fields, and
+                `episode_lens`.
+            device: the device of the tensors.
 
         Returns:
-            Fields (E, Tmax, *field), of lists `_lens_<key>` (E, Tmax), too, meta fields (E, *field); an empty dict
-            where there are no episodes.
+            Fields (E, Tmax, *field), for lists also `_lens_<key>` (E, Tmax), meta fields (E, *field); an empty dict if
+            there are no episodes.
 
         Raises:
             SchemaError: a name is unknown.
@@ -280,10 +283,10 @@ class Readable(Markable):
         from memmap_buffer.loading.prefetch import to_device
         from memmap_buffer.loading.tensors import to_tensors
 
-        every = fields is None and meta_fields is None
-        names = self.fieldnames if every else self.schema.require(fields or (), "fields", self.schema.fields)
+        all_fields = fields is None and meta_fields is None
+        names = self.fieldnames if all_fields else self.schema.require(fields or (), "fields", self.schema.fields)
         meta_names = (*self.meta_fieldnames, "episode_lens")
-        meta = meta_names if every else self.schema.require(meta_fields or (), "meta_fields", meta_names)
+        meta = meta_names if all_fields else self.schema.require(meta_fields or (), "meta_fields", meta_names)
         if not self.num_episodes:
             return {}
         batch = self._read_whole(view=Trajectory(names))
@@ -293,13 +296,13 @@ class Readable(Markable):
         return data if device is None else to_device(data, device)
 
     def _read_whole(self, positions: Any = None, **options: Unpack[Options]) -> dict[str, Array]:
-        """Episodes by position, None for all; looked up again where a writer went on in the middle of reading."""
+        """Whole episodes by position, None for all; read again if a writer overwrote one in the middle of it."""
         reader = BatchReader(self._folders, {**options, "on_stale": "raise"})
         if not reader.selection.view.per_episode:
             raise SchemaError(
                 "episodes: these options cut episodes into parts; use dataset(), dataloader() or sample()"
             )
-        reader.selection = replace(reader.selection, filter_fields={})  # by position, whatever `valid` excludes
+        reader.selection = replace(reader.selection, filter_fields={})  # positions count episodes without valid steps
         patience = Patience()
         while True:
             try:
@@ -335,6 +338,7 @@ class Readable(Markable):
 
     @_retried
     def _dataset(self, options: Mapping[str, Any]) -> ItemDataset:
+        """See `dataset`."""
         reader = BatchReader(self._folders, options)
         reader.require(reader.index(refresh=True))
         if reader.output.format == "numpy":
@@ -366,32 +370,32 @@ class Readable(Markable):
         `state_dict` and `load_state_dict` of the loader resume an epoch in another process.
 
         Args:
-            batch_size: how many items a batch has.
+            batch_size: the number of items in a batch.
             shuffle: give the items of each epoch in a random order that (seed, epoch) fixes, each once. "block" is for
                 a store larger than memory: blocks of neighbouring items are read in a random order, 64 at a time, and
                 shuffled within that window. With `prioritized` every batch is drawn by priority, in this process:
                 workers only read.
             drop_last: leave out an incomplete last batch.
-            seed: fixes the order; None draws a seed from torch's generator. Of ranks that are given as `rank` all need
-                the same, by `seed` or in a state that is loaded before an epoch begins.
-            shuffle_window: with "block": how many items the window has; default: as many as take 256 MiB. The
-                system's page cache must hold two windows, this one and the next; nothing else grows with it. From a URL
-                `cache_bytes` that cannot hold several makes them smaller, which the log says.
-            rank: which part of every epoch this process gives; default: as torch.distributed says if it is
-                initialised. Then every rank must begin each epoch, where rank 0 tells the others its seed and which
-                episodes there are. Give 0, and 1 as `world_size`, to a loader that only one rank uses.
-            world_size: how many parts an epoch has; default: as torch.distributed says.
-            tail: where the items do not divide by the ranks: "pad" repeats a few, "drop" leaves a few out, and "uneven"
-                gives every item once, so that some ranks have one more, or a batch: to validate with.
-            device: move batches there.
-            prefetch: how many batches a thread of this process keeps ready: read, pinned and moved.
-            dataset: read this one, instead of one made from the options.
+            seed: fixes the order; None draws a seed from torch's generator. If ranks are given by `rank`, all need the
+                same seed, by this argument or in a state that is loaded before an epoch begins.
+            shuffle_window: with "block": the number of items in a window; default: as many as take 256 MiB. The
+                system's page cache must hold two windows, the present and the next; nothing else grows with it. With a
+                URL, a `cache_bytes` that cannot hold several windows makes them smaller, and a warning is logged.
+            rank: the part of every epoch that this process reads; default: the rank of torch.distributed, if that is
+                initialised. Then all ranks must begin each epoch together, and rank 0 tells the others its seed and
+                its episodes. For a loader that only one rank uses, give rank=0 and world_size=1.
+            world_size: the number of parts of an epoch; default: the world size of torch.distributed.
+            tail: the items that cannot be divided equally among the ranks: "pad" repeats a few, "drop" leaves them out,
+                "uneven" gives every item once, so that some ranks have one more item or batch: use it to validate.
+            device: the device to which batches are moved.
+            prefetch: the number of batches that a thread of this process keeps ready: read, pinned and moved.
+            dataset: the dataset to read, instead of one made from the options.
             dataset_kwargs: more options, as memmap-replay-buffer takes them.
             options: those of `Options`, and any argument of `torch.utils.data.DataLoader`, such as num_workers.
 
         Raises:
             SchemaError: options contradict each other or the schema.
-            NotEnoughDataError: there is no batch to give.
+            NotEnoughDataError: there is not a single batch.
         """
         from memmap_buffer.loading.datasets import EpisodeDataset, EpisodeLoader, check_loader_options
         from memmap_buffer.loading.distributed import ranks_of, seed_of
@@ -418,7 +422,7 @@ class Readable(Markable):
         seed = seed_of(seed, ranks, loader_options.get("generator"), by_chance=by_chance)
         draws = self._make_sampler(reader)
         sampler: EpochSampler[Any]
-        # `state_dict` tells the numbers in those of Python.
+        # `state_dict` must hold Python's own ints.
         sizes: dict[str, Any] = {"batch_size": int(batch_size), "drop_last": drop_last, "seed": seed}
         if isinstance(draws, PrioritizedDraws):
             sampler = PrioritizedSampler(draws, **sizes, ranks=ranks, tail=tail)
@@ -472,23 +476,23 @@ class Readable(Markable):
         replacement: bool = True,
         **options: Any,
     ) -> Any:
-        """A batch drawn uniformly, without a loader: the same options, the same batch.
+        """Draw a batch uniformly, or by priority, without a loader. It has the form of a loader's batch.
 
         Args:
-            batch_size: how many items.
-            seed: the same seed gives the same batch, as long as the episodes are the same; without it draws go on from
-                a seed that torch's generator gave at the first call, or numpy's if that was for arrays.
-            device: move the batch there.
-            replacement: whether an item may be drawn twice. Without, only one that stands for an item whose episode was
-                overwritten while it was read may be there already.
+            batch_size: the number of items.
+            seed: the same seed gives the same batch, as long as the episodes are the same. Without a seed draws go on
+                from one taken at the first call: from torch's generator, or numpy's if that call was for arrays.
+            device: the device to which the batch is moved.
+            replacement: whether an item may be drawn twice. If not, an item may still come twice when it replaces one
+                whose episode was overwritten during the read.
             options: those of `Options`.
 
         Raises:
             SchemaError: options contradict each other or the schema.
-            NotEnoughDataError: there is nothing to draw from, or not so much.
+            NotEnoughDataError: there are no items, or without replacement fewer than `batch_size`.
         """
         folders = self._folders
-        try:  # as `_retried`, which takes 0.5 us
+        try:  # the same as `_retried`, which would take 0.5 us more
             sampler = self._sampler_of(options)
             if type(batch_size) is not int or batch_size < 1:
                 check_count("batch_size", batch_size)
@@ -525,19 +529,19 @@ class Readable(Markable):
     @overload
     def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[Options]) -> Any: ...
     def batch(self, indices: Any = None, *, device: Device = None, **options: Any) -> Any:
-        """The items of `dataset` at some positions, or those that were drawn before, as one batch.
+        """The items of `dataset` at given positions, or items that were drawn before, as one batch.
 
         Args:
-            indices: (B,) positions, negative ones from the end; or the `_indices` of a batch, (B, 2) of (serial,
-                timestep), of a `ConcatBuffer` (B, 3), which are cut again. Of whole episodes and crops these have one
-                column less: `_index[:, None]`. None for all items.
-            device: move the batch there.
+            indices: (B,) positions, negative ones from the end; or the `_indices` of an earlier batch, (B, 2) of
+                (serial, timestep), with a `ConcatBuffer` (B, 3), to read these items again. For whole episodes and
+                crops one column less: `_index[:, None]`. None for all items.
+            device: the device to which the batch is moved.
             options: those of `Options`.
 
         Raises:
             SchemaError: options contradict each other or the schema.
             NotEnoughDataError: there are no items.
-            IndexError: there are not so many.
+            IndexError: a position is beyond the last item.
             StaleEpisodeError: an episode of `_indices` is gone; with on_stale="redraw" another item stands for it.
         """
         if indices is not None and to_numpy(indices).ndim == 2:
@@ -546,18 +550,19 @@ class Readable(Markable):
 
     @_retried
     def _batch(self, indices: Any, device: Device, options: Mapping[str, Any]) -> Any:
+        """See `batch`."""
         return batch_of(self._sampler_of(options).reader, indices, device)
 
     @_retried
     def batch_spec(self, batch_size: int | None = None, **options: Unpack[Options]) -> dict[str, ArraySpec]:
-        """The keys, shapes and dtypes of a batch before it is transformed. Nothing is read.
+        """The keys, shapes and dtypes of a batch, before transforms. No rows are read.
 
         Args:
-            batch_size: the first axis, if it is known.
+            batch_size: the length of the first axis, if it is known.
             options: those of `Options`.
 
         Returns:
-            Dotted key -> `ArraySpec` (shape, dtype); an axis is None where only a batch tells.
+            Dotted key -> `ArraySpec` (shape, dtype); the length of an axis that differs between batches is None.
 
         Raises:
             SchemaError: options contradict each other or the schema.
@@ -567,19 +572,20 @@ class Readable(Markable):
         return spec if reader.output.format == "torch" else {key: column.of_arrays for key, column in spec.items()}
 
     def _sampler_of(self, options: Mapping[str, Any]) -> UniformSampler | PrioritizedDraws:
-        """The sampler of these options, kept for the next time."""
+        """The sampler for these options, which is kept for the next call. The first lookups are the cheap ones."""
         sampler, dicts = None, False
         try:
-            sampler = self._samplers.get(tuple(options.items()))  # most options are their own key
+            sampler = self._samplers.get(tuple(options.items()))  # most options are hashable
         except TypeError:
             with suppress(TypeError):
                 sampler, dicts = self._samplers.get(key_of_dicts(options)), True
         fresh = sampler is not None and sampler.reader.folders is self._folders
-        if sampler is not None and fresh and not (dicts and sampler.reader.options != options):  # a dict may change
+        # The reader holds dicts of the caller, which may have changed since the sampler was kept.
+        if sampler is not None and fresh and not (dicts and sampler.reader.options != options):
             return sampler
         key = key_of(options)
         sampler = self._samplers.get(key)
-        # A list, or what a closure holds, may have changed since; or another thread changed the columns.
+        # A list, or the variables of a closure, may have changed since; or another thread changed the columns.
         if sampler is None or sampler.reader.folders is not self._folders or key_of(sampler.reader.options) != key:
             sampler = self._make_sampler(BatchReader(self._folders, options))
             self._samplers = {**({} if len(self._samplers) >= MAX_KEPT else self._samplers), key: sampler}
@@ -588,34 +594,34 @@ class Readable(Markable):
     # Priorities
 
     def update_priorities(self, indices: Any, td_errors: Any, *, name: str = "td") -> int:
-        """Give the steps of a batch the priorities of their errors δ: (|δ| + ε)^α.
+        """Set the priorities of the steps of a batch by their TD errors δ: (|δ| + ε)^α.
 
-        Nothing need have been drawn before. α and ε are those of the last `Prioritized` of the name; where there was
-        none yet, in this process or another, its defaults.
+        The steps need not have been drawn by priority. α and ε are those of the last `Prioritized` with this name, or
+        its defaults if no process has used one.
 
         Args:
-            indices: `_indices` or `_index` of the batch. Where this buffer drew nothing but steps by these priorities,
-                numbers of one axis are refused; serials as a column, (B, 1), are whole episodes always.
-            td_errors: (B,), or (B, L) for the L steps from each item's first on; (B,) of whole episodes is given to
+            indices: `_indices` or `_index` of the batch. (B,) are serials of whole episodes; after draws of steps by
+                these priorities (B,) is refused, and serials must be a column (B, 1).
+            td_errors: (B,), or (B, L) for the L steps from each item's first on. For whole episodes (B,) counts for
                 every step.
-            name: of the `Prioritized` that draws by them.
+            name: the name of the `Prioritized` that draws by these priorities.
 
         Returns:
-            How many items were dropped because they were overwritten, forgotten or cleared meanwhile.
+            The number of items that had no effect, as they were overwritten, dropped or cleared meanwhile.
 
         Raises:
-            SchemaError: shapes do not fit, numbers of one axis after draws of steps, or an error is no finite number.
+            SchemaError: shapes do not fit, `indices` is (B,) after draws of steps, or an error is no finite number.
             BufferLockedError: another process owns the priorities of the name.
 
-        Where ranks of `torch.distributed` share a loader of the name, each gives its batch's errors, as often as the
-        others, and all ranks take in those of all.
+        If ranks of `torch.distributed` share a loader of the name, each rank calls this with the errors of its own
+        batch, as often as the others, and all ranks get the errors of all.
         """
         gathered = None
         while True:
             folders = self._folders
             try:
                 priorities = self._priorities.get(name) or self._named(name)
-                if gathered is None:  # once, as ranks wait for each other: so this is not `_retried`
+                if gathered is None:  # only once, as ranks wait for each other; that is why `_retried` does not do
                     gathered = gathered_errors(priorities, indices, td_errors)
                 return update_priorities(priorities, gathered)
             except SchemaMismatchError:
@@ -624,14 +630,14 @@ class Readable(Markable):
 
     @_retried
     def priorities(self, indices: Any, *, name: str = "td") -> Array:
-        """The priorities of steps: p = (|δ| + ε)^α, in proportion to which they are drawn.
+        """The priorities of steps: p = (|δ| + ε)^α, in proportion to which steps are drawn.
 
         Args:
             indices: `_indices` of a batch: (B, 2) serials and steps, with several folders (B, 3).
-            name: of the `Prioritized` that draws by them.
+            name: the name of the `Prioritized` that draws by these priorities.
 
         Returns:
-            (B,) float64; 0 where a step is gone.
+            (B,) float64; 0 for a step that is gone.
 
         Raises:
             SchemaError: shapes do not fit, or an episode has no such step.
@@ -645,6 +651,7 @@ class Readable(Markable):
             priorities.checkpoint()
 
     def _make_sampler(self, reader: BatchReader) -> UniformSampler | PrioritizedDraws:
+        """A sampler for the options of a reader."""
         how = reader.prioritized
         if how is None:
             return UniformSampler(reader, self._weights)
@@ -652,12 +659,14 @@ class Readable(Markable):
         return PrioritizedDraws(reader, how, priorities, self._weights)
 
     def _priorities_of(self, how: Prioritized) -> NamedPriorities:
+        """The priorities of this name, with its α and ε."""
         with self._opening.lock:
             priorities = self._named(how.name, alpha=how.alpha, epsilon=how.epsilon)
             priorities.use(how)
             return priorities
 
     def _named(self, name: str, **how: float) -> NamedPriorities:
+        """The priorities of a name, opened if they are not open yet."""
         priorities = self._priorities.get(name)
         if priorities is None:
             with self._opening.lock:
@@ -669,21 +678,23 @@ class Readable(Markable):
         return priorities
 
     def _settled(self) -> Folders:
-        """The folders as they are once no other thread is changing their columns."""
+        """The folders, after waiting for another thread that is changing the columns."""
         return self._folders
 
     def _read_from(self, folders: Folders) -> None:
-        """Go on with the same folders, opened again as their columns were changed."""
+        """Read from now on by these storages of the same folders: they were opened again after a change of columns."""
         self._folders, self._samplers = folders, {}
         for priorities in list(self._priorities.values()):
             priorities.move_to(folders)
 
     def _close_priorities(self) -> None:
+        """Close all open priorities."""
         while self._priorities:
             self._priorities.popitem()[1].close()
 
 
 def _position(i: Any) -> list[int]:
+    """A single position as a list. Raises SchemaError: it is no whole number."""
     try:
         return [operator.index(i)]
     except TypeError:
