@@ -90,6 +90,7 @@ def test_values_are_shown_as_they_are_written():
     assert repr(schema).startswith("Schema({'x': Field(dtype='float32'")
     view = Offsets(x=(-1, 0), boundary="drop")
     assert repr(view) == "Offsets({'x': (-1, 0)}, boundary='drop', padding='zero', stride=1)"
+    assert repr(Offsets(x=(0,), drop_last=3, pad_after=0)).endswith("stride=1, drop_last=3, pad_after=0)")
     assert repr(Scale("x")) == "Scale(fields=('x',), by=255.0)"
 
 

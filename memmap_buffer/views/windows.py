@@ -496,6 +496,8 @@ class Offsets(View):
 
     def __repr__(self) -> str:
         how = f"boundary={self.boundary!r}, padding={self.padding!r}, stride={self.stride!r}"
+        how += f", drop_last={self.drop_last}" * bool(self.drop_last)
+        how += f", pad_after={self.pad_after}" * (self.pad_after is not None)
         return f"Offsets({self.offsets!r}, {how})"
 
     @property
