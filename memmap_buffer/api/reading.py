@@ -443,6 +443,7 @@ class Readable(Markable):
         *,
         seed: int | None = None,
         replacement: bool = True,
+        new_every: int | None = None,
         format: Literal["numpy"],
         **options: Unpack[BatchOptions],
     ) -> ArrayBatch: ...
@@ -454,6 +455,7 @@ class Readable(Markable):
         seed: int | None = None,
         device: Device = None,
         replacement: bool = True,
+        new_every: int | None = None,
         format: Literal["torch"] | None = None,
         **options: Unpack[BatchOptions],
     ) -> TensorBatch: ...
@@ -465,6 +467,7 @@ class Readable(Markable):
         seed: int | None = None,
         device: Device = None,
         replacement: bool = True,
+        new_every: int | None = None,
         **options: Unpack[Options],
     ) -> Any: ...
     def sample(
@@ -474,6 +477,7 @@ class Readable(Markable):
         seed: int | None = None,
         device: Device = None,
         replacement: bool = True,
+        new_every: int | None = None,
         **options: Any,
     ) -> Any:
         """Draw a batch uniformly, or by priority, without a loader. It has the form of a loader's batch.
@@ -485,6 +489,10 @@ class Readable(Markable):
             device: the device to which the batch is moved.
             replacement: whether an item may be drawn twice. If not, an item may still come twice when it replaces one
                 whose episode was overwritten during the read.
+            new_every: the batch begins with the items that came since the first such call, each once, in the order in
+                which they came; the rest of it is drawn. Of every `new_every` timesteps of an episode the first item is
+                given: all items with 1, windows of L timesteps that share none with L. A view that runs on counts the
+                timesteps of its stream. The items that wait are kept in memory, for each set of options.
             options: those of `Options`.
 
         Raises:
@@ -505,13 +513,18 @@ class Readable(Markable):
             else:
                 rng = self._rng
             reader, alone = sampler.reader, seed is not None
-            columns = sampler.next(batch_size, rng, alone) if replacement else sampler.distinct(batch_size, rng)
+            if new_every is not None:
+                _check_new_every(new_every, seed, replacement)
+                columns = sampler.new_first(batch_size, rng, new_every)
+            else:
+                columns = sampler.next(batch_size, rng, alone) if replacement else sampler.distinct(batch_size, rng)
             data = finished(reader, columns, lambda: rng)
             return data if device is None and not reader.output.tuple_names else handed_out(reader, data, device)
         except SchemaMismatchError:
             if self._settled() is folders:
                 raise
-        return self.sample(batch_size, seed=seed, device=device, replacement=replacement, **options)
+        drawn: dict[str, Any] = {"seed": seed, "replacement": replacement, "new_every": new_every}
+        return self.sample(batch_size, device=device, **drawn, **options)
 
     @overload
     def batch(
@@ -691,6 +704,13 @@ class Readable(Markable):
         """Close all open priorities."""
         while self._priorities:
             self._priorities.popitem()[1].close()
+
+
+def _check_new_every(new_every: Any, seed: object, replacement: bool) -> None:
+    check_count("new_every", new_every)
+    if seed is not None or not replacement:
+        what = "replacement=False" if seed is None else "seed"
+        raise SchemaError(f"new_every and {what} exclude each other: which items are new depends on the batches before")
 
 
 def _position(i: Any) -> list[int]:

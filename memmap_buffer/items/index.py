@@ -19,6 +19,7 @@ from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import FloatArray
 from memmap_buffer.format.checksums import crc32
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.items.new_items import Changed
 from memmap_buffer.items.shared_arrays import SharedArrays
 from memmap_buffer.items.streams import Streams, followed
 from memmap_buffer.views.anchors import Anchors, BoolArray, Runs
@@ -87,6 +88,14 @@ class AnchorRuns:
         folder = None if self.folder is None else self.folder.take(run)
         anchors = Anchors(folder, self.slot.take(run), self.serial.take(run), i)
         return anchors if self.streams is None else followed(self.streams, anchors)
+
+    def followed(self, anchors: Anchors) -> Anchors:
+        """Anchors of these, with the episodes that their items run on into, if they do."""
+        return anchors if self.streams is None else followed(self.streams, anchors)
+
+    def left_of(self, anchors: Anchors) -> Anchors:
+        """Those of the given anchors that are among these."""
+        raise NotImplementedError
 
     def _run_of_each(self, i: IntArray) -> IntArray:
         """(B,) the run of each anchor number, for many of them."""
@@ -208,9 +217,21 @@ class Index(AnchorRuns):
         arrays = (self.serial, self.first, self.starts, *(() if self.weight_sums is None else (self.weight_sums,)))
         return reduce(lambda digest, array: crc32(np.ascontiguousarray(array), digest), arrays, 0)
 
-    def followed(self, anchors: Anchors) -> Anchors:
-        """Anchors of this index with `Anchors.following`, if items run on."""
-        return anchors if self.streams is None else followed(self.streams, anchors)
+    def changed(self, before: Mapping[int, EpisodeTable]) -> list[Changed]:
+        """The runs of the folders whose tables are others than before, by the numbers of the folders."""
+        single, streams = self.folder is None, self.streams or {}
+        return [
+            (None if single else each.number, runs, streams.get(each.number))
+            for each, runs in self.by_folder()
+            if before.get(each.number) is not each.table
+        ]
+
+    def left_of(self, anchors: Anchors) -> Anchors:
+        """The anchors, of some, that are anchors of it."""
+        if not len(self.slot):
+            return anchors.where(slice(0))
+        anchors, there = self.find(anchors.folder, anchors.serial, anchors.t)
+        return anchors.where(there)
 
     def find(self, folder: IntArray | None, serial: IntArray, t: IntArray) -> tuple[Anchors, BoolArray]:
         """(the anchors at these timesteps, (B,) whether each is an anchor of the index), which must have a run.

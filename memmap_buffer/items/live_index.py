@@ -10,12 +10,16 @@ from __future__ import annotations
 import numpy as np
 
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.journal import Change
+from memmap_buffer.format.journal import NO_SLOTS, Change
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.index import AnchorRuns
+from memmap_buffer.items.new_items import Changed
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.streams import Streams
+from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders
+
+MOST_TOUCHED = 1 << 12  # calls of `follow` whose changed slots are remembered
 
 
 class LiveIndex(AnchorRuns):
@@ -50,6 +54,7 @@ class LiveIndex(AnchorRuns):
         self._streams: Streams | None = None
         self._whole = False  # whether each episode has one run at most, so that it can be followed
         self._low = self._high = 0
+        self._touched: list[IntArray] | None = None  # slots whose anchors changed since `changed`; None: any slot
 
     @staticmethod
     def follows(selection: Selection, folders: Folders) -> bool:
@@ -67,6 +72,8 @@ class LiveIndex(AnchorRuns):
         with self._journal.lock:
             change = self._journal.follow(self.storage, self.mark)
             followed = whole and change.slots is not None
+            if followed and self._touched is not None:
+                self._touch(change.slots)  # type: ignore[arg-type]
             followed = followed and (self._take_in_steps(change) or self._take_in(change.slots))  # type: ignore[arg-type]
             self._whole = followed or self._begin()
             low, high, starts = self._low, self._high, self._starts
@@ -75,6 +82,24 @@ class LiveIndex(AnchorRuns):
             self.num_anchors = starts.item(high) - starts.item(low)
             self.mark, self.changes = change.mark, self._journal.version  # type: ignore[assignment]
         return self._whole
+
+    def changed(self, *, anew: bool) -> list[Changed]:
+        """The runs in which there may be other anchors than at the last call; all runs if `anew`."""
+        touched, self._touched = self._touched, []
+        slots = np.arange(len(self._run_of)) if anew or touched is None else np.concatenate([NO_SLOTS, *touched])
+        runs = np.unique(self._run_of.take(slots)) - self._low
+        runs = runs[runs >= 0]
+        runs = runs[self._count.take(runs + self._low) > 0]
+        count = self._count.take(runs + self._low)
+        return [(None, Runs(self.slot.take(runs), self.serial.take(runs), self.first.take(runs), count), self._streams)]
+
+    def left_of(self, anchors: Anchors) -> Anchors:
+        """Those of its earlier anchors that exist still."""
+        run = self._run_of.take(anchors.slot)
+        since = anchors.t - self._first.take(run)
+        exists = (run >= self._low) & (self.serial.take(run - self._low, mode="clip") == anchors.serial)
+        exists &= (since >= 0) & (since < self._count.take(run) * self.stride)
+        return anchors.where(exists)
 
     def _begin(self) -> bool:
         """Make it anew from all visible episodes; returns False if one of them has several runs."""
@@ -85,7 +110,7 @@ class LiveIndex(AnchorRuns):
         self._low = self._high = journal.head
         self._streams = self._selection.no_streams(journal.table) if self._selection.in_streams else None
         self.streams = None if self._streams is None else {0: self._streams}
-        self.made += 1
+        self.made, self._touched = self.made + 1, None
         return self._take_in(np.flatnonzero(journal.shown))
 
     def _take_in_steps(self, change: Change) -> bool:
@@ -135,6 +160,7 @@ class LiveIndex(AnchorRuns):
             if others is None:
                 return False
             shown = np.union1d(shown, others)
+            self._touch(others)
         shown_runs = self._selection.runs_of(0, self.storage, journal.table, shown)
         if streams is not None:
             shown_runs = streams.fitting(shown_runs, self.stride)
@@ -146,6 +172,13 @@ class LiveIndex(AnchorRuns):
         self._first[runs], self._count[runs] = shown_runs.first, shown_runs.count
         self._count_again(*self._ends_of(changed))
         return True
+
+    def _touch(self, slots: IntArray) -> None:
+        """Remember for `changed` slots whose anchors may have changed; after `MOST_TOUCHED` calls any slot counts."""
+        if self._touched is not None:
+            self._touched.append(slots)
+            if len(self._touched) > MOST_TOUCHED:
+                self._touched = None
 
     def _ends_of(self, runs: IntArray) -> tuple[int, int]:
         """(the first of `runs` in the newer half of the list, the last in the older half), for `_count_again`."""

@@ -132,6 +132,11 @@ class Streams:
         count = np.minimum(runs.count, np.maximum((last - runs.first) // stride + 1, 0))
         return runs.replaced(count=count).where(np.flatnonzero(count))
 
+    def before(self, slots: IntArray) -> tuple[list[int], list[int], list[int]]:
+        """(B,) the slot of the episode before each in its stream, -1 for none; its serial; where it stops."""
+        before = self._before[slots]
+        return before.tolist(), self._serial[before].tolist(), self._stop[before].tolist()
+
     def following(self, slots: IntArray, t: IntArray) -> IntArray:
         """`Anchors.following` (B, M, 2) of items with anchors in `slots` (B,) at t (B,); -1 where there are fewer."""
         current = np.minimum(slots, len(self._stop) - 1)  # a slot beyond is of a shard that was made anew

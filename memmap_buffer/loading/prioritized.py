@@ -296,6 +296,10 @@ class PrioritizedDraws:
             "prioritized=Prioritized(replacement=False, stratified=False)"
         )
 
+    def new_first(self, batch_size: int, rng: np.random.Generator, new_every: int) -> Columns:
+        """Raise SchemaError: new steps have the highest priority, and no queue."""
+        raise SchemaError("new_every and prioritized exclude each other; new steps have the highest priority there is")
+
     def __len__(self) -> int:
         """The items that can be drawn."""
         return len(self.reader.index(refresh=True))

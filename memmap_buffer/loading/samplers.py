@@ -1,4 +1,4 @@
-"""Batches as `sample` gives them: drawn with replacement, or no item twice.
+"""Batches as `sample` gives them: drawn with replacement, or no item twice, or new items first.
 
 `api.reading` keeps one `UniformSampler` for each set of options that `sample` was called with.
 """
@@ -14,9 +14,11 @@ from operator import attrgetter
 import numpy as np
 
 from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, SchemaError
+from memmap_buffer.format.episode_table import EpisodeTable
 from memmap_buffer.format.syscalls import renew_after_fork
 from memmap_buffer.items.index import AnchorRuns, Index
 from memmap_buffer.items.live_index import LiveIndex
+from memmap_buffer.items.new_items import NewItems
 from memmap_buffer.items.shuffle import Quota
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.views.anchors import Anchors
@@ -87,9 +89,17 @@ class UniformSampler:
         self._turn = threading.RLock()
         self._live: LiveIndex | None = None
         self._block = Block()
+        self._new: NewItems | None = None
+        self._looked: dict[int, EpisodeTable] = {}  # by folder, the tables of the index whose new items were taken in
 
     def next(
-        self, batch_size: int, rng: np.random.Generator, alone: bool = False, *, distinct: bool = False
+        self,
+        batch_size: int,
+        rng: np.random.Generator,
+        alone: bool = False,
+        *,
+        distinct: bool = False,
+        new_every: int | None = None,
     ) -> Columns:
         """The next batch.
 
@@ -98,6 +108,7 @@ class UniformSampler:
             rng: draws them.
             alone: the batch does not depend on those before: it is none that was read ahead.
             distinct: no item is drawn twice; only with `alone`.
+            new_every: see `new_first`.
 
         Raises:
             NotEnoughDataError: there is nothing to draw.
@@ -113,7 +124,10 @@ class UniformSampler:
                 live = None
             source = self.reader.index(refresh=True) if live is None else live
             of, block, count = (source if live is None else live.mark, batch_size), self._block, 1
-            if distinct:
+            new = None if new_every is None else self._take_new(source, batch_size, new_every)
+            if new is not None:
+                alone, records = True, self._with_others(source, new, batch_size, rng)
+            elif distinct:
                 records = self._draw_distinct(source, batch_size, rng)
             elif alone:
                 records = self._draw(source, batch_size, rng, 0)
@@ -188,11 +202,52 @@ class UniformSampler:
         """A batch without repeated items. Raises NotEnoughDataError: there are fewer items than `batch_size`."""
         return self.next(batch_size, rng, alone=True, distinct=True)
 
+    def new_first(self, batch_size: int, rng: np.random.Generator, new_every: int) -> Columns:
+        """A batch that begins with the items that came since the first such batch, each once, as long as some wait.
+
+        Args:
+            batch_size: the number of items.
+            rng: draws the other items.
+            new_every: see `NewItems`.
+
+        Raises: as `next`; SchemaError: items are weighted.
+        """
+        return self.next(batch_size, rng, new_every=new_every)
+
+    def _take_new(self, source: AnchorRuns, count: int, every: int) -> Anchors | None:
+        """Up to `count` of the new items that wait, after those that came since the last call were taken in."""
+        self._require_alike(source, "new_every gives")
+        new, stride = self._new, self.reader.selection.view.stride
+        begins = new is None or new.every != every
+        if new is None or begins:
+            self._looked, new = {}, NewItems(every)
+        if isinstance(source, Index):
+            changed = source.changed(self._looked)
+            self._looked = {each.number: each.table for each in source.tables}
+        else:
+            assert isinstance(source, LiveIndex)
+            changed = source.changed(anew=begins)
+        new.take_in(changed, stride)
+        self._new = new
+        return new.take(count, source.left_of)
+
+    def _with_others(self, source: AnchorRuns, new: Anchors, count: int, rng: np.random.Generator) -> Found:
+        """New items, and as many others as are missing from the batch, drawn with replacement."""
+        anchors = source.followed(new)
+        if new.size < count:
+            anchors = Anchors.joined([anchors, source.draw(count - new.size, rng)])
+        return self._with_records(source, anchors, rng)
+
+    def _require_alike(self, source: AnchorRuns, what: str) -> None:
+        """Raise SchemaError where items are weighted."""
+        if self._quota is not None or (isinstance(source, Index) and source.weight_sums is not None):
+            raise SchemaError(f"{what} every item alike; leave out weights and weight_by")
+
     def _draw_distinct(self, source: AnchorRuns, count: int, rng: np.random.Generator) -> Found:
         items = len(source)
-        self.reader.require(source)
-        if self._quota is not None or (isinstance(source, Index) and source.weight_sums is not None):
-            raise SchemaError("replacement=False draws every item alike; leave out weights and weight_by")
+        if not items:
+            raise self.reader.nothing_to_read()
+        self._require_alike(source, "replacement=False draws")
         if count > items:
             path = self.reader.folders.storages[0].path
             text = f"{path}: replacement=False: got batch_size {count}, there are {items} items; lower it"
