@@ -24,7 +24,7 @@ from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyE
 from memmap_buffer.format import creation
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import UPDATE, Folder
-from memmap_buffer.format.layout import SPARE_SLOTS, ArrayFile, Layout
+from memmap_buffer.format.layout import ArrayFile, Layout, spare_slots_of
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.shards import require_new_place, take_free, tell_readers
 from memmap_buffer.format.storage import Storage
@@ -78,8 +78,9 @@ class ReplayBuffer(Recording, Readable):
         read_only: open an existing folder, and never write to it.
         flush_every_store_step: accepted and without effect; nothing is on disk before an episode is published.
         capacity: only the newest `capacity` timesteps are visible, in the order of their publication: a ring of steps.
-        spare_slots: slots beyond `max_episodes`, one for each episode that is written in place at a time, such as the
-            open ones with `publish="step"`. None: 64 beside a `capacity`, as they cost nothing there, else 1.
+        spare_slots: slots beyond `max_episodes`. A ring needs one for each episode that is written in place at a
+            time, such as the open ones with `publish="step"`. None: beside a `capacity` one for every hundred of its
+            steps, at least 64 and at most 16,384, as they cost nothing there; else 1.
         durability: "process": a published episode survives everything but a crash of the machine; "power": that, too,
             by a barrier on each file.
         sync_every: with "power": this many episodes are published behind the same barriers, and get visible together.
@@ -276,8 +277,8 @@ class ReplayBuffer(Recording, Readable):
             max_timesteps: default: the time limit of the environment, or the longest one of a vector. Without a limit,
                 beside a `capacity`, 1,000: longer episodes are stored in parts.
             capacity: as for the constructor.
-            spare_slots: default: as for the constructor, but at least one for each environment if episodes are written
-                in place.
+            spare_slots: default: as for the constructor, but at least one for each environment in a ring whose episodes
+                are written in place.
             publish: default: "step" beside a `capacity`, otherwise "episode".
             fields: more fields, such as log_prob, or replacements of these.
             codec: the codec of observations that are images (uint8, two axes or more), as for `Field`: "zstd", say.
@@ -303,9 +304,10 @@ class ReplayBuffer(Recording, Readable):
         if limit is None:
             raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
         publish = publish or ("episode" if capacity is None else "step")
-        in_place, usual = publish == "step" or options.get("stage") == "disk", 1 if capacity is None else SPARE_SLOTS
-        if spare_slots is None and in_place and count_of(env) > usual:
-            spare_slots = count_of(env)
+        in_place, circular = publish == "step" or options.get("stage") == "disk", options.get("circular")
+        if spare_slots is None and in_place and (capacity is not None if circular is None else circular):
+            usual = 1 if capacity is None else spare_slots_of(Schema(all_fields), limit, capacity)
+            spare_slots = count_of(env) if count_of(env) > usual else None
         options.update(capacity=capacity, spare_slots=spare_slots, publish=publish)
         options.setdefault("skips_resets", resets_by_a_step(env))
         buffer = cls(folder, max_episodes, limit, all_fields, **options)

@@ -36,8 +36,9 @@ MAX_DICTIONARY = 2**24  # bytes
 KNOWN_SCHEMAS = 64  # parsed schemas that are kept: the shards of a root mostly share one
 ID_BYTES = 16
 # Defaults for a buffer with a capacity. A spare slot takes a hundred bytes of memory and no disk space until an episode
-# is written to it, so there are enough for every usual vector of environments. An episode of ten steps counts as short.
-SPARE_SLOTS, FEWEST_EPISODES, STEPS_OF_A_SHORT_EPISODE = 64, 1000, 10
+# is written to it, so there is one for each environment that has a hundred of the steps. An episode of ten is short.
+FEWEST_SPARE_SLOTS, MOST_SPARE_SLOTS, STEPS_OF_AN_ENVIRONMENT = 64, 1 << 14, 100
+FEWEST_EPISODES, STEPS_OF_A_SHORT_EPISODE = 1000, 10
 MAX_DERIVED_BYTES = 2**43  # of one file, holes included: ext4 takes 2**44
 _SIZES = ("max_episodes", "max_timesteps", "spare_slots", "circular", "capacity", "rows", "columns")
 _KEYS = ("format", "version", "id", "layout", *_SIZES, "fields", "meta_fields")
@@ -153,8 +154,9 @@ class Layout:
             raise SchemaError(
                 "max_timesteps: got None, expected the most timesteps of an episode; pass max_timesteps=…"
             )
-        ring = capacity is not None
-        spare = (SPARE_SLOTS if ring else 1) if spare_slots is None else spare_slots
+        ring, spare = capacity is not None, spare_slots
+        if spare is None:
+            spare = 1 if capacity is None else spare_slots_of(schema, max_timesteps, capacity)
         if max_episodes is None:
             max_episodes = _most_episodes(schema, max_timesteps, capacity, spare)
         is_circular = ring if circular is None else bool(circular)
@@ -405,6 +407,19 @@ class Layout:
         return replace(self, schema=schema, column_of=column_of, columns=columns, dictionaries=kept)
 
 
+def _fitting_slots(schema: Schema, max_timesteps: int) -> int:
+    """How many slots a buffer whose sizes are derived may have, by its largest file."""
+    longest = check_count("max_timesteps", max_timesteps, 1, MAX_TIMESTEPS)
+    largest = max(((longest + field.final) * field.blob_bytes for field in schema.fields.values()), default=0)
+    return min(MAX_DERIVED_BYTES // max(1, largest), MAX_SLOTS)
+
+
+def spare_slots_of(schema: Schema, max_timesteps: int, capacity: int) -> int:
+    """The `spare_slots` of a `capacity`: one for every hundred steps, so that they follow the environments."""
+    wanted = min(check_count("capacity", capacity) // STEPS_OF_AN_ENVIRONMENT, MOST_SPARE_SLOTS)
+    return max(FEWEST_SPARE_SLOTS, min(wanted, _fitting_slots(schema, max_timesteps) // STEPS_OF_A_SHORT_EPISODE))
+
+
 def _most_episodes(schema: Schema, max_timesteps: int, capacity: int | None, spare_slots: int) -> int:
     """A `max_episodes` for a `capacity`: enough episodes, unless they are very short or a file would be too large.
 
@@ -412,12 +427,10 @@ def _most_episodes(schema: Schema, max_timesteps: int, capacity: int | None, spa
     """
     if capacity is None:
         raise SchemaError("max_episodes: got None, expected a number of episodes; pass max_episodes=…, or capacity=…")
-    longest, steps = check_count("max_timesteps", max_timesteps, 1, MAX_TIMESTEPS), check_count("capacity", capacity)
+    fitting, steps = _fitting_slots(schema, max_timesteps), check_count("capacity", capacity)
     spare = check_count("spare_slots", spare_slots, 1, MAX_SLOTS)
     wanted = min(max(FEWEST_EPISODES, -(-steps // STEPS_OF_A_SHORT_EPISODE)), steps + spare)
-    largest = max(((longest + field.final) * field.blob_bytes for field in schema.fields.values()), default=0)
-    fitting = min(MAX_DERIVED_BYTES // max(1, largest), MAX_SLOTS) - spare
-    return max(1, min(wanted, fitting))
+    return max(1, min(wanted, fitting - spare))
 
 
 def _differ(key: str, stored: Any, other: Any) -> str:

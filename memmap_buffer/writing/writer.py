@@ -9,6 +9,7 @@ interrupted too, by the next call: no line of a change needs to run for what com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -312,7 +313,7 @@ class Writer:
 
         Episodes that are open now are not written like that, and with `sync_every` none is.
         """
-        if len([*self.lock.episodes]) or self.how.sync_every > 1 or count > self.storage.layout.spare_slots:
+        if len([*self.lock.episodes]) or self.how.sync_every > 1 or count > self._most_in_place:
             return False
         self.in_place = True  # first: on its own it is right, too
         self.how = replace(self.how, publish="step")
@@ -338,8 +339,8 @@ class Writer:
     def _require_room_for_another(self) -> None:
         if self._slots.circular and not self.in_place:
             return
-        most, waiting, spare_slots = len(self.lock.episodes) + 1, len(self._pending), self.storage.layout.spare_slots
-        if self._slots.has_room(most + waiting, 1) and (most <= spare_slots or not self.in_place):
+        most, waiting = len(self.lock.episodes) + 1, len(self._pending)
+        if self._slots.has_room(most + waiting, 1) and (most <= self._most_in_place or not self.in_place):
             return
         for episode in self.lock.episodes:
             slot_writer = self._slot_writers.get(ref(episode))
@@ -347,10 +348,15 @@ class Writer:
         self._slots.require_room(self.storage.path, waiting + 1, 1)
         self.require_spare_slots(1)
 
+    @property
+    def _most_in_place(self) -> float:
+        """How many open episodes the slots are enough for: a ring shows `max_episodes` beside those that are open."""
+        return self.storage.layout.spare_slots if self.storage.layout.circular else math.inf
+
     def require_spare_slots(self, more: int) -> None:
         """Raise EpisodeStateError where so many more episodes cannot be open at a time."""
         count = len([*self.lock.episodes]) + more
-        if self.in_place and count > self.storage.layout.spare_slots:
+        if self.in_place and count > self._most_in_place:
             self._refuse_spare(f"{count} open episodes that are written in place", count)
 
     def require_within(self, length: int) -> None:

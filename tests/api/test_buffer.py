@@ -308,27 +308,30 @@ LOW = {"x": "int"}
 
 
 @pytest.mark.parametrize(
-    ("capacity", "max_timesteps", "fields", "max_episodes"),
+    ("capacity", "max_timesteps", "fields", "max_episodes", "spare_slots"),
     [
-        (1_000_000, 1000, LOW, 100_000),  # of ten steps
-        (5_000, 1000, LOW, 1000),  # a thousand at least
-        (20, 50, LOW, 20 + 64),  # each visible one has a step, but those that are open
-        (1_000_000, 108_000, {"x": ("uint8", (84, 84))}, 2**43 // (108_000 * 84 * 84) - 64),  # of 8 TiB
-        (10**9, 10, LOW, 2**24 - 64),  # of all slots that there may be
+        (1_000_000, 1000, LOW, 100_000, 10_000),  # of ten steps, and an environment for every hundred
+        (5_000, 1000, LOW, 1000, 64),  # a thousand at least, and 64
+        (20, 50, LOW, 20 + 64, 64),  # each visible one has a step, but those that are open
+        (1_000_000, 108_000, {"x": ("uint8", (84, 84))}, 2**43 // (108_000 * 84 * 84) * 9 // 10 + 1, 1154),  # of 8 TiB
+        (1_000_000, 108_000, {"x": ("uint8", (840, 840))}, 115 - 64, 64),
+        (10**9, 10, LOW, 2**24 - 2**14, 2**14),  # of all slots that there may be
     ],
 )
-def test_as_many_episodes_as_a_capacity_needs_and_a_file_takes(capacity, max_timesteps, fields, max_episodes):
+def test_as_many_episodes_as_a_capacity_needs_and_a_file_takes(
+    capacity, max_timesteps, fields, max_episodes, spare_slots
+):
     layout = Layout.derived(Schema(fields), None, max_timesteps, capacity=capacity)
-    assert (layout.max_episodes, layout.spare_slots, layout.circular) == (max_episodes, 64, True)
+    assert (layout.max_episodes, layout.spare_slots, layout.circular) == (max_episodes, spare_slots, True)
     assert layout.arrays["x"].size <= 2**43 + 128
 
 
 def test_every_size_has_its_attribute_and_its_place_in_the_repr(tmp_path):
     with ReplayBuffer(tmp_path / "a", capacity=20_000, max_timesteps=50, fields=LOW) as ring:
         sizes = {name: getattr(ring, name) for name in ("capacity", "max_episodes", "max_timesteps", "spare_slots")}
-        assert sizes == {"capacity": 20_000, "max_episodes": 2000, "max_timesteps": 50, "spare_slots": 64}
+        assert sizes == {"capacity": 20_000, "max_episodes": 2000, "max_timesteps": 50, "spare_slots": 200}
         ring.store_episode(x=range(7))
-        assert "1 of 2000 episodes, 7 of 20000 steps, max_timesteps 50, spare_slots 64, circular," in repr(ring)
+        assert "1 of 2000 episodes, 7 of 20000 steps, max_timesteps 50, spare_slots 200, circular," in repr(ring)
     with ReplayBuffer(tmp_path / "b", 3, 5, LOW) as plain:
         assert (plain.capacity, plain.spare_slots, plain.circular) == (None, 1, False)
         assert "0 of 3 episodes, 0 steps, max_timesteps 5, spare_slots 1, until full," in repr(plain)

@@ -180,7 +180,7 @@ def test_a_capacity_is_the_only_size_to_be_given(tmp_path):
     envs = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")])
     with ReplayBuffer.for_env(envs, tmp_path, capacity=50_000) as buffer:
         assert (buffer.capacity, buffer.max_timesteps, buffer.circular) == (50_000, 500, True)
-        assert (buffer.max_episodes, buffer.spare_slots) == (5_000, 64)
+        assert (buffer.max_episodes, buffer.spare_slots) == (5_000, 500)
         observations, _ = envs.reset(seed=0)
         following, *_ = envs.step(np.array([1]))
         step = {"observation": observations, "action": [1], "reward": [1.0], "terminated": [False]}
@@ -201,10 +201,11 @@ def test_there_is_a_slot_for_each_environment_of_a_large_vector(tmp_path):
         assert buffer.spare_slots == 70
         for plain in play(envs, buffer, 12):
             check(buffer, plain, 100)
-    with ReplayBuffer.for_env(walks(3), tmp_path / "b", max_episodes=9, max_timesteps=9, publish="step") as buffer:
+    ring = {"max_episodes": 9, "max_timesteps": 9, "publish": "step", "circular": True}
+    with ReplayBuffer.for_env(walks(3), tmp_path / "b", **ring) as buffer:
         assert (buffer.spare_slots, buffer.capacity) == (3, None)
     with pytest.raises(SchemaMismatchError, match="spare_slots: stored 3, given 4"):
-        ReplayBuffer.for_env(walks(4), tmp_path / "b", max_episodes=9, max_timesteps=9, publish="step")
+        ReplayBuffer.for_env(walks(4), tmp_path / "b", **ring)
 
 
 class Precise(Walk):

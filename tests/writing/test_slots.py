@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from inside import slot_of, storage_of
 
-from memmap_buffer import ReplayBuffer, Schema
+from memmap_buffer import BufferFullError, ReplayBuffer, Schema
 from memmap_buffer.format.episode_table import EpisodeTable
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import GENERATION
@@ -196,3 +196,30 @@ def test_an_episode_beyond_max_episodes_leaves_a_ring_of_steps_for_good(tmp_path
         void = storage_of(buffer).maps.words[:, GENERATION] & 1
         assert np.count_nonzero(void) == 1
         assert [episode["x"].tolist() for episode in buffer] == [[1] * 3, [2] * 3]
+
+
+@pytest.mark.parametrize("how", [{"publish": "step"}, {"stage": "disk"}])
+def test_until_it_is_full_a_buffer_needs_no_spare_slots_for_episodes_in_place(tmp_path, how):
+    with ReplayBuffer(tmp_path, 12, 5, {"x": "int"}, **how) as buffer:
+        for number in range(3):
+            buffer.store_episode(x=[number])
+        buffer.delete(1)
+        episodes = [buffer.begin_episode() for _ in range(10)]
+        with pytest.raises(BufferFullError, match="max_episodes=12"):
+            buffer.begin_episode()
+        for t in range(2):
+            for number, episode in enumerate(episodes):
+                episode.store(x=10 * number + t)
+        for episode in episodes:
+            episode.publish()
+        expected = [[0], [2], *([10 * number, 10 * number + 1] for number in range(10))]
+        assert [buffer.episode(i)["x"].tolist() for i in range(12)] == expected
+    assert [buffer.episode(i)["x"].tolist() for i in range(12)] == expected
+
+
+def test_a_ring_of_steps_has_a_slot_for_each_environment_that_has_a_hundred_of_them(tmp_path):
+    size = 600
+    with ReplayBuffer(tmp_path, capacity=100 * size, max_timesteps=50, fields={"x": "int"}, publish="step") as buffer:
+        for t in range(3):
+            buffer.add(x=np.arange(size) + t)
+        assert buffer.num_steps == 3 * size
