@@ -95,7 +95,7 @@ class EpisodeGroup(Block):
         try:
             if not self._append_to_all(columns):
                 self._missing = self
-                self._append_some(Steps.of(self.schema, columns))
+                self._append_some(Steps.of(self.schema, columns, {}))
             self._missing = None
         except BaseException:  # now, as a member may be given a step of its own next
             with suppress(MemmapBufferError, OSError):  # of a disk that is full, say: then the next call does it
@@ -296,13 +296,7 @@ class EpisodeGroup(Block):
             ends = (name for name in self.schema.ends if steps.fields[name][at, i].any())
             self.episodes[i].ended = next(ends)
         none_is_full = joint is not None and joint.remaining > 0
-        for i in ended if none_is_full and not steps.meta else chosen.tolist():
-            self._tell(steps, i, at)
-
-    def _tell(self, steps: Steps, i: int, at: int) -> None:
-        """Tell an episode what is known with its last timestep, beside the fields."""
-        episode = self.episodes[i]
-        if steps.meta:
-            episode.set_meta({name: values[at, i] for name, values in steps.meta.items()})
-        if steps.following and (episode.ended or episode.length == self._limit):
-            episode.set_final({name: rows[at, i] for name, rows in steps.following.items()})
+        for i in ended if none_is_full else chosen.tolist() if steps.following else ():
+            episode = self.episodes[i]
+            if steps.following and (episode.ended or episode.length == self._limit):
+                episode.set_final({name: rows[at, i] for name, rows in steps.following.items()})

@@ -65,10 +65,10 @@ class Steps:
         self._find_ends(schema)
 
     @classmethod
-    def of(cls, schema: Schema, columns: Mapping[str, Array]) -> Steps:
-        """A timestep, of every field as (B, *field), and `next_<field>` where given."""
+    def of(cls, schema: Schema, columns: Mapping[str, Array], meta: Mapping[str, Array]) -> Steps:
+        """A timestep, of every field as (B, *field), and `next_<field>` where given; meta fields alike."""
         steps = cls.__new__(cls)
-        steps.done, steps.meta = 0, {}
+        steps.done, steps.meta = 0, {name: values[None] for name, values in meta.items()}
         steps.fields = {name: columns[name][None] for name in schema.fields}
         steps.following = {
             name.removeprefix(NEXT): columns[name][None] for name in columns.keys() - steps.fields.keys()

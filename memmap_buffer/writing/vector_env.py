@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,7 @@ class EpisodeStream(EpisodeGroup):
         self._begin, self._skips_resets = begin, skips_resets
         fields = writer.schema.fields
         all_fields = {**{NEXT + name: fields[name] for name in writer.schema.final_names}, **fields}
+        all_fields |= writer.schema.meta_fields
         # What a timestep may give, without the axis of environments and with it: the dtype and the shape of arrays that
         # are stored as they are, and which numbers are.
         self._plans = [
@@ -87,6 +88,9 @@ class EpisodeStream(EpisodeGroup):
         self._looks = LOOKS if skips_resets or resets_at_once else 0  # at ends, still to come
         self._linked: bool | None = None  # whether what is seen next is what follows, within an episode
         self._seen_again: list[Any] = []  # at ends one behind the other, what was seen next and then again
+        # Meta fields that were given last, (B, *field) each, and for which environments their episodes are to be told.
+        self._meta: Mapping[str, Array] = {}
+        self._meta_waits = np.zeros(size, np.bool_)
         # By environment, an episode that was cut without its final observation, and that, once it was seen.
         self._cut: dict[int, tuple[Episode, dict[str, Array]]] = {}
 
@@ -182,21 +186,29 @@ class EpisodeStream(EpisodeGroup):
         if self._skips_resets and not (self._cut or looks) and self._missing is None and all_of(self.over):
             self.over[:], self._following = False, {}  # a reset of every environment, which is no timestep
             return True
-        columns = self._encoded(step)
-        if columns is None:
+        encoded = self._encoded(step)
+        if encoded is None:
             return False
+        columns, meta = encoded
         if self._cut or self._missing is not None or not self._append_to_all(columns):
-            self.extend(Steps.of(self.schema, columns))
+            self.extend(Steps.of(self.schema, columns, meta))
             return True
+        if meta:
+            self._keep_meta(meta, ...)
         self.num_added += self._size
         finals = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
         self._following = {name: columns[NEXT + name].copy() for name in finals}
         self._missing = None
         return True
 
-    def _encoded(self, step: Mapping[str, Any]) -> dict[str, Array] | None:
-        """Every field of a timestep as (B, *field), and `next_<field>` where given; None where it is not so simple."""
-        columns, lead = {}, self.lead
+    def _encoded(self, step: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]] | None:
+        """(every field of a timestep as (B, *field), and `next_<field>` where given; meta fields that were given).
+
+        None where it is not so simple.
+        """
+        columns: dict[str, Array] = {}
+        meta: dict[str, Array] = {}
+        lead, meta_fields = self.lead, self.schema.meta_fields
         plan = self._plans[lead]
         for name, value in step.items():
             if name not in plan:
@@ -219,14 +231,33 @@ class EpisodeStream(EpisodeGroup):
                     return None  # there it is told in full
                 if value.shape != shape:
                     return None
-            columns[name] = value if lead else value[None]
-        fields = self.schema.fields.keys()
-        if len(columns) != len(plan) and columns.keys() != fields and not columns.keys().isdisjoint(fields):
+            (meta if name in meta_fields else columns)[name] = value if lead else value[None]
+        fields, most = self.schema.fields.keys(), len(plan) - len(meta_fields)
+        if len(columns) != most and columns.keys() != fields and not columns.keys().isdisjoint(fields):
             try:
                 add_defaults(self.schema, columns, (self._size,), "")
             except SchemaError:
                 return None  # likewise
-        return columns if len(columns) == len(plan) or columns.keys() == fields else None
+        return (columns, meta) if len(columns) == most or columns.keys() == fields else None
+
+    def _keep_meta(self, meta: Mapping[str, Array], chosen: Any) -> None:
+        """Keep the meta fields of a timestep of some environments: what was given last counts when an episode ends."""
+        if meta.keys() != self._meta.keys():
+            self._tell_meta(range(len(self.episodes)))
+        self._meta = {name: values.copy() for name, values in meta.items()}
+        self._meta_waits[chosen] = True
+
+    def _tell_meta(self, environments: Iterable[int]) -> None:
+        """Tell the episodes of some environments, which may be about to be published, the meta fields that wait."""
+        for i in environments:
+            if self._meta_waits.item(i) and self.episodes[i].state == "open":
+                self.episodes[i].set_meta({name: values[i] for name, values in self._meta.items()})
+            self._meta_waits[i] = False
+
+    def _tell_of_ends(self, steps: Steps, at: int) -> None:
+        super()._tell_of_ends(steps, at)
+        if steps.meta:
+            self._keep_meta({name: values[at] for name, values in steps.meta.items()}, steps.recorded)
 
     def publish(self, *, cut: bool = True) -> None:
         """Publish what is open, as `cut` short where it did not end; what was seen last is the final observation."""
@@ -238,6 +269,7 @@ class EpisodeStream(EpisodeGroup):
         ends = {}
         for i, episode in enumerate(self.episodes):
             if episode.state == "open":
+                self._tell_meta([i])
                 final = {name: rows[i] for name, rows in self._following.items()}
                 if episode.length and final and not (episode.ended or episode.finals) and _has_room(episode, final):
                     episode.set_final(final)
@@ -299,6 +331,7 @@ class EpisodeStream(EpisodeGroup):
     def _publish_ended(self, ended: Sequence[int]) -> None:
         """Publish the episodes of some environments; the next step may tell what was seen last in those that are."""
         episodes = [self.episodes[i] for i in ended]
+        self._tell_meta(ended)
         try:
             self._publish({episode: not episode.ended for episode in episodes})
         finally:
@@ -318,6 +351,7 @@ class EpisodeStream(EpisodeGroup):
         self._idle, self._sure = [], True
         for i in looked:
             if i == len(self.episodes) or self.episodes[i].state != "open":
+                self._meta_waits[i] = False  # of an episode that is over
                 self.episodes[i : i + 1] = [self._open()]
                 self.episodes[i].block_end = None  # until it stands there it is nobody's, and dropped by the next call
         if not self._sure:  # it went on in another folder, where others may be needed

@@ -134,6 +134,13 @@ def test_a_step_with_a_group_and_without_what_has_a_default(make: Callable[..., 
     require(buffer, lambda: buffer.add(**given, **grouped), calls=40)
 
 
+@pytest.mark.parametrize(("publish", "calls"), [("step", 20), ("episode", 11)])
+def test_a_step_with_a_meta_field(make: Callable[..., ReplayBuffer], publish: str, calls: int) -> None:
+    given = {**steps(8), "next_observation": np.ones((8, 17), "f4"), "worker": np.arange(8)}
+    buffer = make(publish=publish, capacity=400, spare_slots=8, meta_fields={"worker": "int"})
+    require(buffer, lambda: buffer.add(**given), calls)
+
+
 @pytest.mark.parametrize(("num_envs", "calls"), [(None, 9), (1, 9), (8, 9)])
 def test_a_step_of_an_episode_in_memory(make: Callable[..., ReplayBuffer], num_envs: int | None, calls: int) -> None:
     buffer = make()

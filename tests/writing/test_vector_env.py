@@ -555,3 +555,39 @@ def test_tensors_are_given_as_they_are_and_each_is_copied_from_its_device_once(t
                 assert copied == [{"force": True}] * 4
             buffer.end_episodes()
             assert sum(len(episode["reward"]) for episode in buffer) == buffer.num_added
+
+
+@pytest.mark.parametrize("options", [{}, {"publish": "step", "spare_slots": 4}, {"stage": "disk", "spare_slots": 4}])
+@pytest.mark.parametrize("num_envs", [None, 1, 3])
+def test_of_meta_fields_the_last_value_of_each_episode_counts(tmp_path, options, num_envs):
+    """Given with all steps, some or none, in arrays that are used again; episodes end, or are cut."""
+    rng, axes = np.random.default_rng(5), () if num_envs is None else (num_envs,)
+    fields, meta_fields = {"x": "int", "terminated": "bool"}, {"a": ("int", (2,), 0), "b": ("float", (), -1.0)}
+    sizes = {"max_episodes": 300, "max_timesteps": 6, "circular": True}
+    expected, size, following = [], num_envs or 1, [{} for _ in range(num_envs or 1)]
+    given = {"a": np.zeros((*axes, 2), np.int64), "b": np.zeros(axes, np.float32)}
+    lengths = np.zeros(size, np.int64)
+    with ReplayBuffer(tmp_path, **sizes, fields=fields, meta_fields=meta_fields, **options) as buffer:
+        for t in range(120):
+            chosen = {name: value for name, value in given.items() if rng.random() < 0.8}
+            for value in chosen.values():
+                value[...] = rng.integers(0, 100, value.shape)
+            ended = rng.random(axes) < 0.1
+            shown = {"b": float(chosen["b"])} if num_envs is None and "b" in chosen else {}
+            buffer.add(x=np.full(axes, t), terminated=ended, **(chosen | shown))
+            lengths += 1
+            chosen = {name: value.copy() for name, value in chosen.items()}
+            for value in given.values():
+                value[...] = -7
+            for i in range(size):
+                following[i] |= {name: np.reshape(v, (size, -1))[i].tolist() for name, v in chosen.items()}
+                if np.reshape(ended, -1)[i] or lengths[i] == 6:
+                    expected.append((t, following[i]))
+                    following[i], lengths[i] = {}, 0
+        for i in range(size):
+            expected += [(119, following[i])] if lengths[i] else []
+        buffer.end_episodes()
+        episodes = [buffer.episode(i) for i in range(len(buffer))]
+    stored = [(int(each["x"][-1]), np.ravel(each["a"]).tolist(), [float(each["b"])]) for each in episodes]
+    wanted = [(t, meta.get("a", [0, 0]), meta.get("b", [-1.0])) for t, meta in expected]
+    assert sorted(stored) == sorted(wanted) and len(stored) > 15
