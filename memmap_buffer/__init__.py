@@ -61,6 +61,7 @@ from memmap_buffer.views.windows import Offsets, RandomCrop, Timestep, Trajector
 
 if TYPE_CHECKING:
     from memmap_buffer.maintenance.caches import CacheContents, cache_contents, check_cache, clear_cache
+    from memmap_buffer.maintenance.compaction import compact
     from memmap_buffer.maintenance.disk import (
         Compression,
         Disk,
@@ -139,6 +140,7 @@ __all__ = [
     "check_cache",
     "clear_cache",
     "collect_garbage",
+    "compact",
     "compression_of",
     "compute_importance_weights",
     "discounted_returns",
@@ -173,6 +175,7 @@ _LATER = {  # loaded on first use: training needs none of them, and they would t
     "check_cache": "caches",
     "clear_cache": "caches",
     "collect_garbage": "garbage",
+    "compact": "compaction",
     "compression_of": "disk",
     "disk_of": "disk",
     "fetched_of": "pull",

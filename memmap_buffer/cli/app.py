@@ -29,6 +29,7 @@ EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
     "publish": (remote.publish, "publish replay_data published_root"),
     "pull": (remote.pull, "pull published_root local_root"),
     "ls": (remote.ls, "ls published_root"),
+    "compact": (remote.compact, "compact published_root --dry-run"),
     "gc": (remote.gc, "gc published_root --older-than 7d --dry-run"),
     "cache": (remote.cache, "cache scratch_cache --check"),
     "merge": (maintain.merge, "merge all_data shards/0 shards/1"),

@@ -1,4 +1,4 @@
-"""The commands about folders that are published at a URL: `publish`, `pull`, `ls`, `gc`, `cache`, and `info`."""
+"""The commands about folders that are published at a URL: `publish`, `pull`, `ls`, `compact`, `gc`, `cache`, `info`."""
 
 from __future__ import annotations
 
@@ -77,6 +77,22 @@ def gc(
     for path, size in removed.items():
         say(f"{path}: {bytes_of(size)}")
     say(f"{'would be removed' if dry_run else 'removed'}: {len(removed)}, {bytes_of(sum(removed.values()))}")
+
+
+def compact(
+    url: Url,
+    max_bytes: Annotated[
+        int, typer.Option("--max-bytes", min=1, help="Of a joined shard; what has more than half of it stays.")
+    ] = 1 << 30,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be joined.")] = False,
+    options: StorageOptions = None,
+) -> None:
+    """Join small shards at the URL of a root into larger ones; `gc` removes what they were made of."""
+    joined = memmap_buffer.compact(url, max_bytes=max_bytes, storage_options=parsed(options), dry_run=dry_run)
+    for name, parts in joined.items():
+        say(f"{name}: {len(parts)} shards, {parts[0]} to {parts[-1]}")
+    count = sum(map(len, joined.values()))
+    say(f"{'would be joined' if dry_run else 'joined'}: {count} shards into {len(joined)}")
 
 
 def _time(text: str) -> timedelta:

@@ -1,10 +1,11 @@
 """`collect_garbage`: objects at a URL that no list names any more are removed, beside readers and publishers.
 
-What is removed: versions that neither `root.json`, `shard.json` nor an entry names, objects in `heads/` that
-`root.json` does not name, entries whose shard is listed or that a newer one supersedes, and `*.new`, which a killed
-publisher left in a file system. All must be older than the caller says, and that is a day at least. Any other object
-stays, and so does what a publisher left that was killed before the first version of a shard was there: nothing tells
-that it is ours.
+What is removed: versions that neither `root.json`, `shard.json` nor an entry names, shards that were joined into others
+(`maintenance.compaction`) or that would have had others joined into them, had nobody been killed, objects in `heads/`
+that `root.json` does not name, entries whose shard is listed or that a newer one supersedes, and `*.new`, which a
+killed publisher left in a file system. All must be older than the caller says, and that is a day at least. Any other
+object stays, and so does what a publisher left that was killed before the first version of a shard was there: nothing
+tells that it is ours.
 
 Why nothing is lost, whoever reads or publishes at the time, and wherever a collector is killed:
 
@@ -17,7 +18,8 @@ Why nothing is lost, whoever reads or publishes at the time, and wherever a coll
   removes at most what it had looked at before that was written: within one request. A publisher that wrote something
   anew waits longer than a request takes, and each looks, once its shard is listed, whether all objects are there, and
   sends what is missing.
-- Of a version the head goes first, so that what a kill leaves cannot be opened.
+- Of a version the head goes first, so that what a kill leaves cannot be opened. Of a shard that was joined `shard.json`
+  goes last, as it tells that the rest is ours; its readers have as long as the shard that has its episodes is listed.
 - An object of `heads/` may be gone a moment after a reader read a list that named it. It reads the list once more, and
   else the head of each version; so does a publisher that puts heads together.
 - An entry that is listed stays until the head that its shard is listed by is as old: a publisher that read the list
@@ -40,7 +42,19 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.maintenance.publish import ENTRY
 from memmap_buffer.paths import url_of
 from memmap_buffer.progress import progress
-from memmap_buffer.remote.layout import BLOCKS_FILE, ENTRIES, HEAD, HEADS, ROOT, SHARD, Root, head_object, is_shard_name
+from memmap_buffer.remote.layout import (
+    BLOCKS_FILE,
+    ENTRIES,
+    HEAD,
+    HEADS,
+    JOINED,
+    ROOT,
+    SHARD,
+    Root,
+    head_object,
+    is_shard_name,
+    joined_name,
+)
 from memmap_buffer.remote.objects import Objects, Stored
 from memmap_buffer.remote.published import nothing_at, read_root, read_shard
 
@@ -48,6 +62,8 @@ YOUNGEST = timedelta(days=1)
 TOGETHER = 16  # objects that are removed at a time
 _FILES = rf"(data/[^/]+|{re.escape(HEAD)}|{re.escape(BLOCKS_FILE)})"
 _VERSION = re.compile(rf"(?P<name>[^/]+)/(?P<version>[0-9a-f]{{32}})/{_FILES}(\.[0-9]+\.new)?")
+_SHARD = re.compile(rf"([^/]+)/{re.escape(SHARD)}")
+_JOINED = re.compile(rf"{JOINED}[0-9a-f]{{32}}")
 _HEAD = re.compile(rf"{HEADS}/[0-9a-f]{{32}}\.bin")
 _NEW = re.compile(rf"({ROOT}|[^/]+/{SHARD}|{HEADS}/[^/]+|{ENTRIES}/[^/]+|[^/]+/[0-9a-f]{{32}}/.+)\.[0-9]+\.new")
 Listing = Mapping[str, Stored]
@@ -145,8 +161,8 @@ def _entries(listing: Listing, root: Root, seconds: float) -> Iterator[_Garbage]
 
 
 def _is_listed_for(listing: Listing, root: Root, name: str, seconds: float) -> bool:
-    """Whether a shard has been listed as it is now for so long: its head was written just before."""
-    head = listing.get(head_object(root.shards[name].head[0]))
+    """Whether a shard, or what it was joined into, has been listed for so long: its head was written just before."""
+    head = listing.get(head_object(root.shards[root.holder(name)].head[0]))
     return head is not None and head.is_older(seconds)
 
 
@@ -173,37 +189,54 @@ def _versions(objects: Objects, listing: Listing, root: Root, seconds: float) ->
         (name, version): paths
         for (name, version), paths in versions.items()
         if all(listing[path].is_older(seconds) for path in paths)
-        and (name not in root.shards or _is_listed_for(listing, root, name, seconds))
+        and (root.holder(name) not in root.shards or _is_listed_for(listing, root, name, seconds))
     }
-    shards = {name: read_shard(objects, f"{name}/{SHARD}") for name, _ in unnamed if f"{name}/{SHARD}" in listing}
+    described = {match[1]: path for path in listing if (match := _SHARD.fullmatch(path))}
+    names = {name for name, _ in unnamed} | {name for name in described if name in root.joined or _JOINED.match(name)}
+    shards = {
+        name: read_shard(objects, path)
+        for name, path in described.items()
+        if name in names and listing[path].is_older(seconds)
+    }
+    over = {name for name, shard in shards.items() if shard is not None and _is_over(root, name, shard.id)}
+    over |= {name for name, _ in unnamed if name not in described and _is_over(root, name)}
     foreign = {
         tuple(path.split("/", 2)[:2]) for path in listing if path.count("/") > 1 and not _VERSION.fullmatch(path)
     }
     garbage = [
         _Garbage(path, f"{name}/{version}")
         for (name, version), paths in unnamed.items()
-        if (shard := shards.get(name)) is not None
-        and (name, version) not in foreign
-        and shard.version != version
-        and listing[f"{name}/{SHARD}"].is_older(seconds)
+        if (name, version) not in foreign
+        and (name in over or ((shard := shards.get(name)) is not None and shard.version != version))
         for path in paths
     ]
-    return sorted(garbage, key=lambda each: not each.path.endswith(f"/{HEAD}"))
+    kept = {path.partition("/")[0] for path in listing.keys() - {each.path for each in garbage} - {*described.values()}}
+    garbage += [_Garbage(described[name], described[name]) for name in sorted((over & described.keys()) - kept)]
+    return sorted(garbage, key=_order)
+
+
+def _is_over(root: Root, name: str, id: str | None = None) -> bool:
+    """Whether a shard, of this id if it is described, was joined, or is what others would have been joined into."""
+    if name in root.shards:
+        return False
+    return _JOINED.fullmatch(name) is not None if id is None else name in root.joined or name == joined_name(id)
 
 
 def _removed(objects: Objects, garbage: list[_Garbage], seconds: float) -> Iterator[_Garbage]:
     """The garbage that was removed: entries one by one, then the others, several at a time, in their order."""
     remove = partial(_remove, objects, seconds)
     with ThreadPoolExecutor(TOGETHER) as pool:
-        for (is_entry, _), part in groupby(garbage, _order):
+        for kind, part in groupby(garbage, _order):
             some = list(part)
-            done = (map if is_entry else pool.map)(remove, some)
+            done = (pool.map if kind else map)(remove, some)
             yield from (each for each, removed in zip(some, done, strict=True) if removed)
 
 
-def _order(garbage: _Garbage) -> tuple[bool, bool]:
-    """Whether it is an entry, and whether it is a head: all of one kind are removed before any of the next."""
-    return garbage.path.startswith(f"{ENTRIES}/"), garbage.path.endswith(f"/{HEAD}")
+def _order(garbage: _Garbage) -> int:
+    """The place of its kind: all of one kind are removed before any of the next."""
+    entry, head, shard = f"{ENTRIES}/", f"/{HEAD}", f"/{SHARD}"
+    path = garbage.path
+    return 0 if path.startswith(entry) else 1 if path.endswith(head) else 3 if path.endswith(shard) else 2
 
 
 def _remove(objects: Objects, seconds: float, garbage: _Garbage) -> bool:

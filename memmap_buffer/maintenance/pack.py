@@ -8,7 +8,7 @@ are compared after the rows were copied.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, TypeAlias
@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.errors import NotEnoughDataError, SchemaError, StaleEpisodeError
+from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError, StaleEpisodeError
+from memmap_buffer.format import marks
 from memmap_buffer.format.checksums import checksum, checksum_row, digest_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import Folder
@@ -153,7 +154,7 @@ class _Plan:
     """The places of a copy: the i-th episode goes to slot i of the new layout, its steps to the rows from `first` on.
 
     Attributes: slots, serials, start, length, flags, first: (n,), in the order of the serials, as they were when it was
-        made. recoding: how the fields of the copy are compressed.
+        made. recoding: how the fields of the copy are compressed. numbered: whether the i-th has the serial i there.
     """
 
     slots: IntArray
@@ -164,6 +165,7 @@ class _Plan:
     first: IntArray
     layout: Layout
     recoding: Recoding
+    numbered: bool = False
 
 
 class _Left(Exception):
@@ -210,6 +212,49 @@ def _transfer(
         else:
             return sorted({*wanted.tolist()} - {*plan.serials.tolist()})
     raise StaleEpisodeError(f"{source.path}: episodes change faster than they can be copied; pause the writer")
+
+
+def join(sources: Sequence[Storage], dst: PathLike[str], id: str) -> None:
+    """Copy the episodes of packed folders into a new one, in their order, with serials from 0 on.
+
+    Args:
+        sources: they have the same fields, with the same codecs and no dictionaries, and files in `extra/` that do not
+            differ, but for marks.
+        dst: where; no buffer may be there.
+        id: of the new one.
+
+    Raises:
+        CorruptBufferError: an episode is damaged.
+        OSError: the disk is full, say.
+    """
+    every = [(source, *visible(source)) for source in sources]
+    origins, first = [source for source, _, slots in every for _ in slots], sources[0].layout
+
+    def column(name: str) -> Any:
+        return np.concatenate([getattr(table, name)[slots] for _, table, slots in every])
+
+    length, recoding = column("length"), Recoding(first.schema, frozenset(), {})
+    longest, steps = max(source.layout.max_timesteps for source in sources), int(length.sum())
+    options = {"spare_slots": 0, "columns": len(first.schema.all), "skips_resets": first.skips_resets, "id": id}
+    layout = recoding.layout(len(length), longest, steps, **options)
+    facts = column("serial"), column("start"), length, column("flags"), np.cumsum(length) - length
+    plan = _Plan(np.concatenate([slots for *_, slots in every]), *facts, layout, recoding, numbered=True)
+    with new_copy(sources[0], path_of(dst), layout, ("extra",)) as there:
+        for i, source in enumerate(progress(origins, "joining")):
+            if not _copy_episode(source, plan, i, there):
+                raise CorruptBufferError(
+                    f"{source.where}: episode {plan.serials[i]} is damaged; publish the folder again", path=source.path
+                )
+        write_counters(there["/state"], layout, {**counters(sources[0]), "next": len(origins)})
+        if layout.coded:
+            _replace_schema(Folder(path_of(dst)), close_up(layout, there))
+    marked = {source: marks.Marks(source.folder).of(source.layout.id) for source in sources}
+    named = enumerate(zip(origins, plan.serials.tolist(), strict=True))
+    kept = {i: marked[source][serial] for i, (source, serial) in named if serial in marked[source]}
+    target = Folder(path_of(dst))
+    target.unlink(marks.FILE, missing_ok=True)
+    if kept:
+        target.write_new(marks.FILE, marks.text_of({id: kept}), sync=True)
 
 
 def _replace_schema(target: Folder, layout: Layout) -> None:
@@ -310,6 +355,7 @@ def _write_record(
     write_all(there["/checksums"], row, layout.arrays["/checksums"].offset(i))
     was_open = bool(record["flags"] & OPEN)  # the `round` of an open record is that of its first step
     values = {name: int(record[name]) for name in RECORD.names or ()} | {
+        "serial": i if plan.numbered else int(record["serial"]),
         "generation": 2,
         "length": int(plan.length[i]),
         "start": int(plan.start[i]),

@@ -18,7 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -68,6 +69,8 @@ REUSE_SECONDS = 43200.0  # the age of what a publisher that was killed left, up 
 LOOKS = 3  # how often what was sent is looked at: the host may sleep for days between two requests
 SETTLE_SECONDS = 30.0  # longer than a collector's request takes that saw what was written over
 ENTRY = re.compile(r"[0-9]{20}\.(?P<version>[0-9a-f]{32})\.(?P<name>.+)\.json")
+Contents: TypeAlias = dict[str, "bytes | Path"]
+FileMarks: TypeAlias = dict[str, tuple[int, int, int]]
 
 
 def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[int]:
@@ -106,16 +109,38 @@ def publish(folder: str | PathLike[str], url: str, *, storage_options: Mapping[s
         raise SchemaError(f"{source}: got {objects}, the root that it is in itself, expected another one")
     require_fields(objects, str(source), Storage.open(source, read_only=True, verify="never").layout, name)
     with _packed(source) as (packed, left_out):
-        try:
-            shard, head, contents = _upload(packed, objects, name)
-        except RemoteError as error:
-            if not error.missing or error.asked != "write":
-                raise
-            text = f"{objects}: there is no such bucket, or folder, to write to ({error.url}: {error.came})"
-            raise RemoteError(f"{text}; make it, or check the URL", **error.named) from None
-        _list(objects, name, shard, head)
-        _send(objects, shard.prefix(name), contents, math.inf)  # what a collector removed meanwhile
+        publish_packed(packed, objects, name)
     return left_out
+
+
+def publish_packed(
+    packed: Path, objects: Objects, name: str, joined: Mapping[str, Shard] = MappingProxyType({})
+) -> None:
+    """Have a packed folder stand in a store as a shard of a root, and be listed there.
+
+    Args:
+        packed: the folder.
+        objects: the root.
+        name: of the shard.
+        joined: shards by name whose episodes it has; it is listed in their place, if all of them are still listed so.
+
+    Raises:
+        SchemaMismatchError: there is a shard of that name that is another buffer's, or that was joined with others
+            before this one changed; or `joined` are not listed any more.
+        RemoteError: the store fails.
+    """
+    shard, head, contents, marks = _described(packed)
+    if _was_joined(objects, name, shard, read_root(objects)):
+        return
+    try:
+        _upload(packed, objects, name, shard, contents, marks)
+    except RemoteError as error:
+        if not error.missing or error.asked != "write":
+            raise
+        text = f"{objects}: there is no such bucket, or folder, to write to ({error.url}: {error.came})"
+        raise RemoteError(f"{text}; make it, or check the URL", **error.named) from None
+    _list(objects, name, shard, head, joined)
+    _send(objects, shard.prefix(name), contents, math.inf)  # what a collector removed meanwhile
 
 
 def require_fields(objects: Objects, what: str, layout: Layout, name: str = "") -> None:
@@ -215,16 +240,21 @@ def locked(folder: Folder, seconds: float = 0.0) -> Iterator[None]:
 # The objects of a shard
 
 
-def _upload(packed: Path, objects: Objects, name: str) -> tuple[Shard, bytes, dict[str, bytes | Path]]:
-    """Have all that a shard consists of stand in the store; what is known of it, its head, and its objects."""
+def _described(packed: Path) -> tuple[Shard, bytes, Contents, FileMarks]:
+    """The facts about a packed folder, its head, what its objects have in them, and what its files were like."""
     storage = Storage.open(packed, read_only=True, verify="never")
     files = DataFiles(storage.layout)
     marks = {file: storage.folder.marks(file) for file in files.sizes}
     head = _head(storage)
     digests = np.fromiter(progress(_digests(storage.folder, files), "reading", files.count), np.dtype("<u8"))
     shard = _shard(storage, files, head, digests)
-    contents: dict[str, bytes | Path] = {file: packed / file for file in files.sizes}
+    contents: Contents = {file: packed / file for file in files.sizes}
     contents |= {BLOCKS_FILE: blocks_file(files.count).header + digests.tobytes(), HEAD: head}
+    return shard, head, contents, marks
+
+
+def _upload(packed: Path, objects: Objects, name: str, shard: Shard, contents: Contents, marks: FileMarks) -> None:
+    """Have all that a shard consists of stand in the store."""
     _require_same_buffer(objects, name, shard, there := read_shard(objects, f"{name}/{SHARD}"))
     is_named = there is not None and there.version == shard.version
     for _ in range(LOOKS):
@@ -233,11 +263,10 @@ def _upload(packed: Path, objects: Objects, name: str) -> tuple[Shard, bytes, di
             settle()
         if not sent:
             break
-    if marks != {file: storage.folder.marks(file) for file in files.sizes}:
+    if marks != {file: Folder(packed).marks(file) for file in marks}:
         raise CorruptBufferError(f"{packed}: its files changed while they were sent; publish it again", path=packed)
     if there != shard:
         objects.write(f"{name}/{SHARD}", shard.to_json())
-    return shard, head, contents
 
 
 def settle() -> None:
@@ -301,27 +330,38 @@ def _require_same_buffer(objects: Objects, name: str, shard: Shard, there: Shard
         )
 
 
+def _was_joined(objects: Objects, name: str, shard: Shard, root: Root) -> bool:
+    """Whether a shard was joined into another. Raises SchemaMismatchError: another version of it was."""
+    if name in root.joined and root.joined[name][1] != shard.version:
+        raise SchemaMismatchError(
+            f"{objects.name_of(name)}: it was joined with others into {root.holder(name)}, and the folder has changed "
+            "since; record what is new to another folder, or publish to another root"
+        )
+    return name in root.joined
+
+
 # The list of shards
 
 
-def _list(objects: Objects, name: str, shard: Shard, head: bytes) -> None:
-    """Have `root.json` list a shard, whoever else changes it meanwhile."""
+def _list(objects: Objects, name: str, shard: Shard, head: bytes, joined: Mapping[str, Shard]) -> None:
+    """Have `root.json` list a shard, in the place of others if they are given, whoever else changes it meanwhile."""
     new = {name: (shard, head)}
     if objects.replaces_on_condition:
-        _list_on_condition(objects, new)
+        _list_on_condition(objects, new, joined)
     elif objects.local is not None:
         Folder(objects.local).create()
         with locked(Folder(objects.local), LOCK_SECONDS):
-            _rewrite(objects, new)
+            _rewrite(objects, new, joined)
     else:
+        assert not joined
         _list_by_entry(objects, name, shard)
 
 
-def _list_on_condition(objects: Objects, new: Mapping[str, tuple[Shard, bytes]]) -> None:
+def _list_on_condition(objects: Objects, new: Mapping[str, tuple[Shard, bytes]], joined: Mapping[str, Shard]) -> None:
     for _ in range(ROUNDS):
         data, tag = objects.read_tagged(ROOT, MAX_ROOT_BYTES)
         root = Root.from_json(data, objects.name_of(ROOT)) if tag else Root()
-        listed = _with_shards(objects, root, new)
+        listed = _with_shards(objects, root, new, joined)
         if listed is root or objects.replace_tagged(ROOT, listed.to_json(), tag):
             return
     url, came = objects.name_of(ROOT), "it changes faster than it can be written"
@@ -350,11 +390,12 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
         unlisted = {
             shard_name: entered
             for shard_name, entry in newest.items()
-            if not root.has(shard_name, entry["version"]) and (entered := _entered(objects, entry)) is not None
+            if not root.has(shard_name, entry["version"])
+            and shard_name not in root.joined
+            and (entered := _entered(objects, entry)) is not None
         }
-        _rewrite(
-            objects, {n: new for n, new in unlisted.items() if n not in root.shards or root.shards[n].id == new[0].id}
-        )
+        ours = {n: new for n, new in unlisted.items() if n not in root.shards or root.shards[n].id == new[0].id}
+        _rewrite(objects, ours, {})
         if _entries(objects).keys() == files.keys():
             break
     for file, entry in files.items():
@@ -373,30 +414,38 @@ def _entered(objects: Objects, entry: re.Match[str]) -> tuple[Shard, bytes] | No
     return None if shard is None else (shard, Published(objects, shard, entry["name"]).read_head())
 
 
-def _rewrite(objects: Objects, new: Mapping[str, tuple[Shard, bytes]]) -> None:
+def _rewrite(objects: Objects, new: Mapping[str, tuple[Shard, bytes]], joined: Mapping[str, Shard]) -> None:
     root = read_root(objects)
-    listed = _with_shards(objects, root, new)
+    listed = _with_shards(objects, root, new, joined)
     if listed is not root:
         objects.write(ROOT, listed.to_json())
 
 
-def _with_shards(objects: Objects, root: Root, new: Mapping[str, tuple[Shard, bytes]]) -> Root:
-    """A root with more shards, whose heads stand in the store; the same one where it has them.
+def _with_shards(
+    objects: Objects, root: Root, new: Mapping[str, tuple[Shard, bytes]], joined: Mapping[str, Shard]
+) -> Root:
+    """A root with more shards, in the place of others, whose heads stand in the store; the same one where it has them.
 
     Heads go into one object with those of objects that hold no more of them, so that there are few objects, and each
     head is written a dozen times at most however many shards come.
     """
     for name, (shard, _) in new.items():
         _require_same_buffer(objects, name, shard, root.shards.get(name))
-    if all(root.has(name, shard.version) for name, (shard, _) in new.items()):
+    if all(root.has(name, s.version) or _was_joined(objects, name, s, root) for name, (s, _) in new.items()):
         return root
+    if changed := [name for name, shard in joined.items() if not root.has(name, shard.version)]:
+        raise SchemaMismatchError(
+            f"{objects.name_of(changed[0])}: it is another by now, so it is not joined; try again"
+        )
+    for name in new:
+        root = root.with_joined(joined, name)
     heads = {name: head for name, (_, head) in new.items()}
-    for key, names in sorted(_names_by_object(root, heads).items(), key=lambda item: len(item[1])):
+    for key, names in sorted(names_by_object(root, heads).items(), key=lambda item: len(item[1])):
         size = sum(map(len, heads.values())) + sum(root.shards[name].head[2] for name in names)
         if len(names) > len(heads):
             break
         if len(names) + len(heads) <= MERGED and size <= MERGED_BYTES:
-            heads |= _heads_of(objects, root, key, names)
+            heads |= heads_of(objects, root, key, names)
     merged = b"".join(heads.values())
     key, first, shards = digest(merged), 0, dict[str, Shard]()
     objects.write(head_object(key), merged)
@@ -407,7 +456,8 @@ def _with_shards(objects: Objects, root: Root, new: Mapping[str, tuple[Shard, by
     return root.with_shards(shards, {key: len(merged)})
 
 
-def _names_by_object(root: Root, but: Mapping[str, bytes]) -> dict[str, list[str]]:
+def names_by_object(root: Root, but: Mapping[str, bytes]) -> dict[str, list[str]]:
+    """Digest of each object with heads -> the names of the shards that have theirs in it, but for some."""
     names: dict[str, list[str]] = {}
     for name, shard in root.shards.items():
         if name not in but:
@@ -415,7 +465,8 @@ def _names_by_object(root: Root, but: Mapping[str, bytes]) -> dict[str, list[str
     return names
 
 
-def _heads_of(objects: Objects, root: Root, key: str, names: list[str]) -> dict[str, bytes]:
+def heads_of(objects: Objects, root: Root, key: str, names: list[str]) -> dict[str, bytes]:
+    """Name -> head of shards that have theirs in one object."""
     try:
         (data,) = objects.read_ranges([(head_object(key), 0, root.heads[key])], lambda i, data: digest(data) == key)
     except RemoteError as error:

@@ -93,7 +93,7 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
                 path=target,
             )
     for name, shard in shards.items():
-        _pull(Published(objects, shard, name), target / name)
+        pull_shard(Published(objects, shard, name), target / name)
 
 
 def shards_of(objects: Objects) -> dict[str, Shard]:
@@ -105,7 +105,8 @@ def shards_of(objects: Objects) -> dict[str, Shard]:
     raise nothing_at(objects, ROOT)
 
 
-def _pull(published: Published, path: Path) -> None:
+def pull_shard(published: Published, path: Path) -> None:
+    """Copy one shard to a folder, as `pull` does."""
     layout, files = published.open()
     schema = files.pop("schema.json")
     folder = Folder(path)

@@ -20,6 +20,10 @@ shard can go on when the shard is published again: the new version is in another
 digests of its head and of its blocks. Versions and heads that are named no more are never looked for again, and stay
 until `maintenance.garbage` removes them.
 
+`root.json` tells of each shard in the order in which they were published, by which readers number them. A shard whose
+episodes were joined with others' into another shard (`maintenance.compaction`) keeps its place there, and has in it
+nothing but `{"joined": <that shard>, "version": <its own version>}`.
+
 A shard counts once `root.json` lists it, or, read by its own URL, once `shard.json` is there. Both are written only
 when everything that they name is there. Whoever publishes replaces `root.json` on condition that it did not change
 since it was read, where the store can do that (S3's If-Match); in a local folder, while holding the lock of `.lock`.
@@ -33,7 +37,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -52,7 +56,7 @@ VALUE_BYTES = 12  # the fewest bytes a value in JSON, on average: `[]` takes 20 
 MERGED, MERGED_BYTES = 1024, 1 << 26  # the most shards, and bytes, whose heads become one object
 MAX_HEAD_BYTES = 1 << 31
 PIECE = 16  # the most neighbouring blocks in one request
-ENTRIES, DATA = "entries", "data/"
+ENTRIES, DATA, JOINED = "entries", "data/", "joined-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILE = re.compile(r"(schema\.json|(episodes|state|checksums)\.npy|(meta|extra)/[A-Za-z0-9][A-Za-z0-9._-]*)")
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -196,14 +200,24 @@ class Root:
     Args:
         shards: name -> the facts about the shard.
         heads: digest of an object in `heads/` -> its number of bytes.
+        joined: name of a shard whose episodes are in another one now -> (the name of that one, its own version).
+        order: the names of all of these, in the order in which they were published; (): that of `shards`.
     """
 
     shards: Mapping[str, Shard] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.order:
+            object.__setattr__(self, "order", tuple(self.shards))
 
     def to_json(self) -> bytes:
         """The bytes of `root.json`. Raises SchemaError: they are more than a reader accepts."""
-        shards = {name: _facts(shard) for name, shard in self.shards.items()}
+        facts: dict[str, dict[str, Any]] = {name: _facts(shard) for name, shard in self.shards.items()}
+        facts |= {name: {"joined": into, "version": version} for name, (into, version) in self.joined.items()}
+        shards = {name: facts[name] for name in self.order}
         data = _dumps(
             {"format": FORMAT_OF_ROOT, "version": VERSION, "block": BLOCK, "heads": dict(self.heads), "shards": shards}
         )
@@ -218,7 +232,9 @@ class Root:
         document = _parse(data, where, FORMAT_OF_ROOT)
         try:
             heads = {str(name): _whole(size) for name, size in dict(document["heads"]).items()}
-            shards = {name: _shard(spec, where) for name, spec in dict(document["shards"]).items()}
+            specs = {str(name): dict(spec) for name, spec in dict(document["shards"]).items()}
+            joined = {n: (str(spec["joined"]), str(spec["version"])) for n, spec in specs.items() if "joined" in spec}
+            shards = {name: _shard(spec, where) for name, spec in specs.items() if name not in joined}
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptBufferError(f"{where} is no valid list of shards ({error}); publish them again") from None
         for name, shard in shards.items():
@@ -228,7 +244,11 @@ class Root:
                 raise CorruptBufferError(f"{where}: shard {name!r}: its head lies behind the end; publish it again")
         for size in heads.values():
             _require_size("heads", size, where)
-        return cls(shards, heads)
+        place = {name: i for i, name in enumerate(specs)}
+        for name, (into, version) in joined.items():
+            if not (is_shard_name(name) and _HEX.fullmatch(version) and place[name] < place.get(into, -1)):
+                raise CorruptBufferError(f"{where}: shard {name!r} was joined into {into!r}, which is none behind it")
+        return cls(shards, heads, joined, tuple(specs))
 
     def has(self, name: str, version: str) -> bool:
         """Whether this version of a shard is listed."""
@@ -237,8 +257,45 @@ class Root:
     def with_shards(self, shards: Mapping[str, Shard], heads: Mapping[str, int]) -> Root:
         """The root with shards added or replaced by name, and without heads that no shard uses any more."""
         shards = {**self.shards, **shards}
-        used = {shard.head[0] for shard in shards.values()}
-        return replace(self, shards=shards, heads={k: n for k, n in {**self.heads, **heads}.items() if k in used})
+        used, order = {shard.head[0] for shard in shards.values()}, tuple(dict.fromkeys((*self.order, *shards)))
+        heads = {key: size for key, size in {**self.heads, **heads}.items() if key in used}
+        return replace(self, shards=shards, heads=heads, order=order)
+
+    def with_joined(self, names: Collection[str], into: str) -> Root:
+        """The root in which the episodes of these shards are in another one, which has to be added to it."""
+        shards = {name: shard for name, shard in self.shards.items() if name not in names}
+        joined = {name: (into, self.shards[name].version) for name in names}
+        return replace(self, shards=shards, joined={**self.joined, **joined})
+
+    def holder(self, name: str) -> str:
+        """The shard that has the episodes of a shard now: itself, unless it was joined."""
+        while name in self.joined:
+            name = self.joined[name][0]
+        return name
+
+    def as_held(self, before: Root, shard_of: Callable[[str], Shard | None]) -> Root:
+        """The root for a reader that has shards open which were joined since: these stay, and what they became is not
+        read, so that no episode is there twice.
+
+        Args:
+            before: the root as the reader has read it.
+            shard_of: the facts about a shard that was joined, too, and that the reader never had.
+        """
+        kept = {name: shard for name, shard in before.shards.items() if name in self.joined}
+        if not kept:
+            return self
+        apart: set[str] = set()  # shards in whose place those are read that were joined into them
+        for name in kept:
+            while name in self.joined and (name := self.joined[name][0]) not in apart:
+                apart.add(name)
+        shards = {}
+        for name in self.order:
+            shard = self.shards.get(name) or kept.get(name)
+            if shard is None and name not in apart and self.joined[name][0] in apart:
+                shard = shard_of(name)
+            if shard is not None and name not in apart:
+                shards[name] = shard
+        return replace(self, shards=shards, heads={**before.heads, **self.heads})
 
 
 def version_of(head: bytes, blocks: str) -> str:
@@ -259,6 +316,11 @@ def head_object(name: str) -> str:
 def is_shard_name(name: str) -> bool:
     """Whether a folder of this name may be published."""
     return _NAME.fullmatch(name) is not None and name not in (HEADS, ENTRIES, ROOT)
+
+
+def joined_name(id: str) -> str:
+    """The name of a shard that others were joined into, of this id: no other publisher gives it."""
+    return JOINED + id
 
 
 def is_head_file(name: str) -> bool:

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from memmap_buffer.errors import MemmapBufferError, NotABufferError, RemoteError
+from memmap_buffer.errors import MemmapBufferError, NotABufferError, RemoteError, StaleEpisodeError
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.remote.cache import Cache
@@ -133,17 +133,29 @@ class RemoteShards:
                 names.setdefault(shard.head[0], []).append(name)
         for key in names if one_by_one else self._fetch_heads(names):
             for name in names[key]:
-                mirror = Mirror(self._objects, new[name], name, self._cache, self._root.heads[key])
+                mirror = Mirror(self._objects, new[name], name, self._cache, self._root.heads.get(key))
                 storages[numbers[name]] = mirror.storage()
         self.storages = self.storages | dict(sorted(storages.items()))  # each stays in the place that it has
         self._versions |= {name: shard.version for name, shard in new.items()}
 
     def reach(self, numbers: Iterable[int]) -> dict[int, Storage]:
-        """The storages as `look` returns them, read anew if one of `numbers` is missing; it may still be missing."""
-        if any(number not in self.storages for number in numbers):
-            self._read_at = -LOOK_SECONDS
-            return self.look()
-        return self.storages
+        """The storages as `look` returns them, read anew if one of `numbers` is missing; it may still be missing.
+
+        Raises: StaleEpisodeError: the shard of a number was joined with others before this root was opened.
+        """
+        numbers = {number for number in numbers if number not in self.storages}
+        if not numbers:
+            return self.storages
+        self._read_at = -LOOK_SECONDS
+        storages = self.look()
+        assert self._root is not None
+        for name, number in self._known_numbers.items():
+            if number in numbers and number not in storages and name in self._root.joined:
+                raise StaleEpisodeError(
+                    f"{self._objects.name_of(name)}: its episodes were joined with others into "
+                    f"{self._root.holder(name)}, under other numbers; begin a new epoch, or draw anew"
+                )
+        return storages
 
     def by_name(self) -> list[Storage]:
         """The storages in the order of the shards' names."""
@@ -160,7 +172,7 @@ class RemoteShards:
         numbers = self._known_numbers
         used = set(numbers.values())
         highest = max(used, default=-1)
-        for name in self._root.shards:
+        for name in self._root.order:
             if name not in numbers:
                 match = _NUMBERED.fullmatch(name)
                 number = int(match[1]) if match else highest + 1
@@ -173,15 +185,18 @@ class RemoteShards:
         root = read_root(self._objects)
         if not root.shards:
             raise nothing_at(self._objects, ROOT)
-        return root
+        if self._root is None:
+            return root
+        return root.as_held(self._root, lambda name: read_shard(self._objects, f"{name}/{SHARD}"))
 
     def _fetch_heads(self, names: Iterable[str]) -> Iterator[str]:
         """Fetch the objects with heads that the cache lacks, all together; gives each name once its object is there."""
         assert self._root is not None
-        there = {name: not self._cache.lacks_head(name) for name in names}
+        heads = self._root.heads  # it does not name that of a shard which was joined with others before it was read
+        there = {name: name not in heads or not self._cache.lacks_head(name) for name in names}
         yield from (name for name in names if there[name])
         lacking = [name for name in names if not there[name]]
-        ranges = [(head_object(name), 0, self._root.heads[name]) for name in lacking]
+        ranges = [(head_object(name), 0, heads[name]) for name in lacking]
         for i, data in self._objects.stream(ranges, lambda i, data: digest(data) == lacking[i]):
             self._cache.head(lacking[i], len(data), lambda data=data: data, anew=True)  # type: ignore[misc]
             yield lacking[i]

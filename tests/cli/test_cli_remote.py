@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cli_cases import make, read_json
 
-from memmap_buffer import ReplayBuffer, verify
+from memmap_buffer import ReplayBuffer, publish, shards_at, verify
 from memmap_buffer.cli import app
 from memmap_buffer.cli.terminal import bytes_of
 
@@ -130,6 +130,27 @@ def test_ls_of_a_folder_here_names_the_command_for_it(tmp_path: Path, capsys: py
     assert error.endswith(f"what is in it is said by: memmap-buffer info '{tmp_path}/a folder'\n")
     assert main("ls", tmp_path / "missing") == 2
     assert "nothing was published here" in capsys.readouterr().err
+
+
+def test_small_shards_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"file://{tmp_path}/url"
+    for number in range(3):
+        with ReplayBuffer(tmp_path / f"shard-{number:05}", 1, 5, {"x": "float"}) as buffer:
+            buffer.store_episode(x=[1.0])
+        publish(tmp_path / f"shard-{number:05}", url)
+    size = max(shard.num_bytes for shard in shards_at(url).values())
+    for options, told in (
+        (["--max-bytes", f"{2 * size}"], "2 shards, shard-00000 to shard-00001"),
+        ([], "3 shards, shard-00000 to shard-00002"),
+    ):
+        assert main("compact", url, "--dry-run", *options) == 0
+        line, total = capsys.readouterr().out.splitlines()
+        assert line.startswith("joined-") and line.endswith(told)
+        assert total == f"would be joined: {told[0]} shards into 1"
+    assert len(shards_at(url)) == 3
+    assert main("compact", url) == 0
+    assert capsys.readouterr().out.endswith("joined: 3 shards into 1\n")
+    assert len(shards_at(url)) == 1
 
 
 def test_garbage_is_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,7 +200,13 @@ def publish_now(buffer: ReplayBuffer) -> None:
 
 def root_with_shards(store: Any, root: Any, new: dict[str, Any]) -> Any:
     """The list of a root at a URL with more shards, each with its head."""
-    return import_module("memmap_buffer.maintenance.publish")._with_shards(store, root, new)
+    return import_module("memmap_buffer.maintenance.publish")._with_shards(store, root, new, {})
+
+
+def before_requests(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> None:
+    """Work before each request to a store."""
+    objects = import_module("memmap_buffer.remote.objects").Objects
+    around(patch, objects, "_try", before=work)
 
 
 def disk_sample_of(storage: Any) -> Any:
