@@ -68,7 +68,7 @@ class Cache:
                 f"cache: {path} lies in memory, where blocks cannot be given back safely; leave cache_bytes"
             )
         if not keep_bound and not (self.bound == limit and Folder(path).exists(BOUND)):
-            self._keep(BOUND, str(limit or 0).encode())  # by which it is known to be a cache, too
+            keep_file(Folder(path), BOUND, str(limit or 0).encode())  # by which it is known to be a cache, too
 
     def renew(self) -> None:
         """In a forked child: begin with a free lock, as another thread of the parent may have held it."""
@@ -105,7 +105,7 @@ class Cache:
             content = self._kept_head(name, size)
         if content is None:
             data = fetch()
-            self._keep(head_object(name), data)
+            keep_file(Folder(self.path), head_object(name), data)
             content = self._kept_head(name, size)  # a map, which takes no memory of this process
             if content is None:
                 content = np.frombuffer(data, np.uint8)
@@ -120,13 +120,6 @@ class Cache:
     def lacks_head(self, name: str) -> bool:
         """Whether an object with the heads of shards would have to be fetched."""
         return name not in self._heads and not Folder(self.path).exists(head_object(name))
-
-    def _keep(self, name: str, data: bytes) -> None:
-        """Keep an object for the next time, if there is room."""
-        folder, new = Folder(self.path), f"{name}.{random_bytes(8).hex()}"
-        with suppress(OSError):
-            folder.write_new(new, data, sync=False)
-            folder.rename(new, name)
 
     # Mirrors that are mapped
 
@@ -311,6 +304,14 @@ class CacheTraffic:
             level, remedy = (logging.WARNING, AGAIN) if every > OFTEN * once else (logging.INFO, "")
             text = "%s: %s: %.1f MB were fetched for %.1f MB, each block %.2f times%s"
             log.log(level, text, self._where, what, every / 1e6, once / 1e6, every / once, remedy)
+
+
+def keep_file(folder: Folder, name: str, data: bytes) -> None:
+    """Keep a file for the next time, in the place of one that is there, if there is room."""
+    new = f"{name}.{random_bytes(8).hex()}"
+    with suppress(OSError):
+        folder.write_new(new, data, sync=False)
+        folder.rename(new, name)
 
 
 Counters = Mapping[str, tuple[IntArray, Words]]

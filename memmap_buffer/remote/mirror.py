@@ -36,6 +36,7 @@ from memmap_buffer.remote.cache import (
     CacheTraffic,
     give_back_damaged,
     is_as_published,
+    keep_file,
     remove_mirror,
 )
 from memmap_buffer.remote.layout import DATA, HEAD, Shard, digest, head_object, num_blocks
@@ -126,8 +127,7 @@ class Mirror(Published):
         return b""
 
     def keep_digests(self, content: bytes) -> None:
-        with suppress(OSError):
-            Folder(self.path).write_new(DIGESTS, content, sync=False)
+        keep_file(Folder(self.path), DIGESTS, content)  # also where those that were kept are rotten
 
     def sizes_of(self, fields: Sequence[str]) -> list[int]:
         """The size in bytes of each file of these fields."""

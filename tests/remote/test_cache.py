@@ -224,6 +224,25 @@ def test_a_check_gives_back_all_that_differs_and_nothing_else(place: Path, tmp_p
     assert check_cache(tmp_path) == {two.path.name: sizes[two.path.name][0]}  # which cannot be compared
 
 
+@pytest.mark.parametrize("size", [None, 9])
+def test_rotten_digests_are_replaced_by_those_that_are_fetched(place: Path, tmp_path: Path, size: int | None) -> None:
+    """Else each process would fetch them, and a check would drop all blocks."""
+    ConcatBuffer.from_root(f"file://{place}/far", cache=tmp_path).sample(1, seed=0, **OPTIONS)
+    (path,) = tmp_path.glob("*/mirror/digests")
+    published = path.read_bytes()
+    if size is None:
+        rot(path, slice(0, len(published)))
+    else:
+        os.truncate(path, size)
+    equal(
+        ConcatBuffer.from_root(place / "near").batch(**OPTIONS),
+        ConcatBuffer.from_root(f"file://{place}/far", cache=tmp_path).batch(**OPTIONS),
+    )
+    assert path.read_bytes() == published
+    assert [each.name for each in path.parent.iterdir() if each.name.startswith("digests")] == ["digests"]
+    assert check_cache(tmp_path) == {}
+
+
 def test_a_cache_is_emptied_beside_readers(place: Path, tmp_path: Path) -> None:
     near = ConcatBuffer.from_root(place / "near")
     far = ConcatBuffer.from_root(f"file://{place}/far", cache=tmp_path, cache_bytes=24 * BLOCK)
