@@ -25,7 +25,6 @@ GO_ON = {  # sections of one program each: (page, number of the block)
     ("trainers.md", 3),  # slices, of the environment of the block before
     ("trainers.md", 7),  # Lightning, of the folder that LeRobot's block has written
 }
-WITH_NAMES = {"scale.md", "shards.md", "trainers.md"}  # whose links are called by names of pages
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -198,8 +197,7 @@ def test_the_index_calls_each_page_by_its_title():
 
 @every_page
 def test_a_link_is_not_called_by_the_name_of_a_page(page):
-    if page.name not in WITH_NAMES:
-        assert re.findall(r"\[((?:docs/)?[a-z0-9-]+\.md)\]", page.read_text()) == []
+    assert re.findall(r"\[((?:docs/)?[a-z0-9-]+\.md)\]", page.read_text()) == []
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("[a-z]*.md")), ids=lambda page: page.name)
