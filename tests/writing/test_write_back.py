@@ -136,7 +136,7 @@ def test_the_steps_of_windows_get_their_values(buffer, tmp_path, name, folders):
     assert buffer.write(steps, latent={"z": values}) == 0
     for k, j in zip(*np.nonzero(mask.numpy()), strict=True):
         serial, t = steps[k, j].tolist()
-        expected[serial]["latent"]["z"][t] = values[k, j]
+        expected[serial]["latent"]["z"][t] = values[k, j].numpy()
     assert_same(everything(buffer), expected)
 
 
