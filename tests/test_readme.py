@@ -183,6 +183,14 @@ def test_every_file_that_contributing_names_is_there():
     assert packages == set(re.findall(r"^│ ([a-z_]+) ", text, re.MULTILINE))
 
 
+def test_every_class_and_method_that_contributing_names_is_there():
+    source = "".join(path.read_text() for path in (ROOT / "memmap_buffer").rglob("*.py"))
+    named = re.findall(r"`([A-Z][a-z]\w+)(?:\.(\w+))?`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 20
+    assert {name for name, _ in named if not re.search(rf"^class {name}\b", source, re.MULTILINE)} == set()
+    assert {method for _, method in named if method and not re.search(rf"def {method}\b", source)} == set()
+
+
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text()
     linked = re.findall(r"^\| \[[^]]*\]\(([a-z0-9-]+\.md)\)", index, re.MULTILINE)
