@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer.dtypes import Array, decode, to_numpy
+from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
 from memmap_buffer.errors import EpisodeStateError, NotEnoughDataError, SchemaError
 from memmap_buffer.schema import Schema, nest
 from memmap_buffer.writing.steps import NEXT, Steps
@@ -217,7 +217,10 @@ class Collector:
 
         Raises:
             NotEnoughDataError: nothing was collected.
+            SchemaError: a batch size below 1, say.
         """
+        check_count("batch_size", batch_size)
+        check_count("epochs", epochs, 0)
         flat, count = self._flat(), len(self) * self.num_groups
         if not count:
             raise NotEnoughDataError("the collector is empty; append to it first", steps=0)

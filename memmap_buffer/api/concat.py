@@ -224,7 +224,8 @@ class ConcatBuffer(Readable):
         """Overwrite timesteps as `ReplayBuffer.write` does, in sources that were given as open buffers.
 
         Args:
-            indices: (B, 3) of (folder, serial, timestep), or (B, L, 3).
+            indices: (B, 3) of (folder, serial, timestep), or (B, L, 3). Of a single source the folder may be left out,
+                as in its batches.
             data: as for `ReplayBuffer.write`.
 
         Returns:
@@ -233,7 +234,10 @@ class ConcatBuffer(Readable):
         Raises:
             ReadOnlyError: a source was not given as a buffer that is open for writing; nothing was written.
         """
-        steps, values = steps_and_values(self.schema, indices, data, "write", folders=True)
+        without_folder = self._folders.single and np.shape(indices)[-1:] == (2,)
+        steps, values = steps_and_values(self.schema, indices, data, "write", folders=not without_folder)
+        if without_folder:
+            steps = np.insert(steps, 0, 0, axis=1)
         buffers = {}
         for number in np.unique(steps[:, 0][steps[:, 0] >= 0]).tolist():
             buffers[number] = buffer = self._buffers[number]() if number in self._buffers else None

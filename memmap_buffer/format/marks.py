@@ -124,12 +124,9 @@ class Marks:
         lock = self._taken()
         try:
             everything = self._read()
-            marks = {serial: mark for serial, mark in everything.get(folder_id, {}).items() if serial >= oldest}
-            for serial in serials:
-                marks[serial] = _checked(change(marks.get(serial, Mark())))
-            everything[folder_id] = {serial: mark for serial, mark in sorted(marks.items()) if mark != Mark()}
+            everything[folder_id] = marks = _changed(everything.get(folder_id, {}), serials, change, oldest)
             self._write(everything)
-            return everything[folder_id]
+            return marks
         finally:
             lock.release()
 
@@ -193,6 +190,16 @@ def renamed(data: bytes, old: str, new: str) -> bytes:
     """The bytes of a file of marks for a copy of folder `old` that has the id `new`."""
     marks = parsed(data, FILE)
     return text_of({new if folder_id == old else folder_id: each for folder_id, each in marks.items()})
+
+
+def _changed(
+    marks: Mapping[int, Mark], serials: Iterable[int], change: Callable[[Mark], Mark], oldest: int
+) -> dict[int, Mark]:
+    """The marks of a folder after a change, see `Marks.change`."""
+    changed = {serial: mark for serial, mark in marks.items() if serial >= oldest}
+    for serial in serials:
+        changed[serial] = _checked(change(changed.get(serial, Mark())))
+    return {serial: mark for serial, mark in sorted(changed.items()) if mark != Mark()}
 
 
 def _checked(mark: Mark) -> Mark:

@@ -94,7 +94,7 @@ class AnchorRuns:
         return anchors if self.streams is None else followed(self.streams, anchors)
 
     def left_of(self, anchors: Anchors) -> Anchors:
-        """Those of the given anchors that are among these."""
+        """The anchors that are among these, of some that were once."""
         raise NotImplementedError
 
     def _run_of_each(self, i: IntArray) -> IntArray:

@@ -94,7 +94,7 @@ class LiveIndex(AnchorRuns):
         return [(None, Runs(self.slot.take(runs), self.serial.take(runs), self.first.take(runs), count), self._streams)]
 
     def left_of(self, anchors: Anchors) -> Anchors:
-        """Those of its earlier anchors that exist still."""
+        """The anchors that exist still, of some that it had."""
         run = self._run_of.take(anchors.slot)
         since = anchors.t - self._first.take(run)
         exists = (run >= self._low) & (self.serial.take(run - self._low, mode="clip") == anchors.serial)

@@ -407,7 +407,9 @@ class Writer:
                     episode.writer.publish({episode: cut[episode]})
                 return
             try:
-                while done < len(episodes):
+                while True:  # a condition here would be a jump that passes by the end of the turn, from Python 3.12 on
+                    if done == len(episodes):
+                        break
                     publish = partial(self._publish, episodes, done, cut)
                     done = self._carry_out(publish, self._begin(publishing=True))
             except (MemmapBufferError, OSError):

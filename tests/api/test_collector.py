@@ -113,6 +113,9 @@ def test_minibatches_give_each_timestep_once_an_epoch_in_an_order_fixed_by_the_s
     assert all(torch.equal(a["reward"], b["reward"]) for a, b in zip(batches, again, strict=True))
     plain = list(collector.minibatches(4, shuffle=False))
     assert torch.cat([batch["advantage"] for batch in plain]).tolist() == list(range(TIME * GROUPS))
+    for wrong in (0, -1, 2.5):
+        with pytest.raises(SchemaError, match=f"batch_size: got {wrong}, expected a whole number"):
+            next(collector.minibatches(wrong))
 
 
 def test_one_call_to_store_publishes_an_episode_for_each_group_and_end(buffer, collector):

@@ -441,7 +441,7 @@ def held_and_counted(lock: Any, values: list[int]) -> int:
 
 
 HOLDING = ["api", "items", "loading", "priority", "views", "writing", "maintenance/publisher.py", "remote/blocks.py"]
-HOLDING += ["remote/cache.py", "interop/rows.py", "memmap_replay_buffer"]
+HOLDING += ["format/marks.py", "remote/cache.py", "interop/rows.py", "memmap_replay_buffer"]
 
 
 @pytest.mark.parametrize("part", HOLDING)

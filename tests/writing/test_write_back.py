@@ -388,6 +388,11 @@ def test_several_buffers_are_written_to_by_the_numbers_of_their_folders(buffer, 
         assert_same(everything(buffer), expected[0])
         with pytest.raises(SchemaError, match=r"expected \(n, 3\) of \(folder, serial, timestep\)"):
             both.write([[0, 0]], packed=[[1, 1]])
+    alone = ConcatBuffer([buffer])
+    indices = alone.batch(timestep_level=True, return_indices=True)["_indices"]
+    alone.write(indices, packed=np.arange(2 * len(indices)).reshape(-1, 2))
+    written = np.concatenate([each["packed"] for each in everything(buffer)])
+    assert written.ravel().tolist() == list(range(2 * len(indices)))
 
 
 def test_many_scattered_steps_are_written_by_few_pieces(tmp_path, monkeypatch):
