@@ -374,8 +374,9 @@ class PrioritizedDraws:
         Returns: (the place of each item's folder, or None; the anchors; the probability of a priority of 1 in each
             folder; the change counter of the one folder at which all of them were shown, where it is known).
         """
-        totals = None if self._only is not None else self._leaves.trees.totals()
-        total = self._leaves.trees.trees[0].total if totals is None else float(np.add.reduce(totals))
+        tree = self._leaves.tree
+        totals = None if self._only is not None else tree.totals()
+        total = tree.total if totals is None else float(np.add.reduce(totals))
         if not total > 0:
             if not any(priorities.count for priorities in each):
                 raise self.reader.nothing_to_read()
@@ -386,11 +387,10 @@ class PrioritizedDraws:
             places, values, shares = self._choose(totals, total, batch_size, rng, alone)
         else:
             shares = np.array([1 / total])
-            how, trees = self.how, self._leaves.trees.trees
-            if how.replacement:
-                values = spread(batch_size, total, rng, stratified=how.stratified)
+            if self.how.replacement:
+                values = spread(batch_size, total, rng, stratified=self.how.stratified)
             else:
-                values = distinct(trees, batch_size, rng)[1]
+                values = distinct([tree], batch_size, rng)[1]
         drawn = self._leaves.find(places, values)
         selection, shown_at = self.reader.selection, None
         if places is None and not (selection.random or selection.mixes) and each[0].storage.tells_by_counter:
@@ -401,7 +401,7 @@ class PrioritizedDraws:
         self, totals: FloatArray, total: float, batch_size: int, rng: np.random.Generator, alone: bool
     ) -> tuple[IntArray, FloatArray, FloatArray]:
         """(B,) in which folder each item is, (B,) at which value of its sum, and the third of `_draw`."""
-        stratified, trees = self.how.stratified, self._leaves.trees.trees
+        stratified, trees = self.how.stratified, self._leaves.tree.trees
         if self._weights is None:
             if not self.how.replacement:
                 return *distinct(trees, batch_size, rng), np.full(len(totals), 1 / total)

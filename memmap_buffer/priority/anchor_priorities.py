@@ -573,7 +573,7 @@ class SeveralAnchors(Leaves):
     def _put(self, of: IntArray, slots: IntArray, t: IntArray) -> None:
         """Give the anchors (B,) that are served the priorities of their steps."""
         leaves = self.leaves(of, slots, t)
-        before = self.trees.get(of, leaves)
+        before = self.tree.get(leaves, of)
         served = (before > 0) | np.signbit(before)
         if not all_of(served):
             of, slots, leaves = of[served], slots[served], leaves[served]
@@ -582,5 +582,5 @@ class SeveralAnchors(Leaves):
             same = self._memory.take(self.place(of).pairs + words) == self._memory.take(
                 self._steps.place(of).pairs + words
             )
-            values = self._steps.trees.get(of, leaves)
-            self.trees.put(of, leaves, with_zeros(np.where(same, values, 0.0)))
+            values = self._steps.tree.get(leaves, of)
+            self.tree.put(leaves, with_zeros(np.where(same, values, 0.0)), of)

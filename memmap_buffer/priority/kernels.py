@@ -28,8 +28,6 @@ class Kernels(NamedTuple):
     put: Any
     locate: Any
     leaves: Any
-    find_in: Any
-    put_in: Any
 
 
 @lru_cache(maxsize=1)
@@ -42,15 +40,12 @@ def compiled() -> Kernels | None:
     floats, integers, integer, yes = numba.float64[::1], numba.int64[::1], numba.int64, numba.boolean
     any_integers = integers.copy(layout="A", readonly=True)  # strided and read-only arrays too
     chosen, values, places = integers.copy(readonly=True), floats.copy(readonly=True), numba.int64[:, ::1]
-    words, begins = chosen, places
     signatures = {
         accumulate: numba.void(floats, floats),
-        find: yes(floats, floats, values, integers, floats),
-        put: numba.void(floats, integer, chosen, values),
-        locate: yes(words, places, chosen, chosen, integers, integers, integers),
-        leaves: yes(words, places, chosen, any_integers, any_integers, integers, integers),
-        find_in: numba.void(floats, begins, integers, chosen, integers, floats),
-        put_in: numba.void(floats, begins, integers, chosen, chosen, values),
+        find: numba.float64(floats, places, integer, values, chosen, values, integers, floats),
+        put: numba.void(floats, places, integer, chosen, chosen, values),
+        locate: yes(chosen, places, chosen, chosen, integers, integers, integers),
+        leaves: yes(chosen, places, chosen, any_integers, any_integers, integers, integers),
     }
     log.info("the loops of draws by priority are loaded by numba; the first time they are compiled, for some seconds")
     return Kernels(*(_compiled(numba, signature, loop) for loop, signature in signatures.items()))
@@ -72,67 +67,73 @@ def accumulate(nodes: Any, sums: Any) -> None:
         sums[i + 1] = total
 
 
-def find(heap: Any, sums: Any, values: Any, nodes: Any, rest: Any) -> bool:
-    """The leaves at values of the cumulative sum, and their priorities; False where one of these is 0.
+def find(words: Any, offsets: Any, first: int, sums: Any, of: Any, values: Any, nodes: Any, rest: Any) -> float:
+    """The leaves at values of the cumulative sums of trees, and their priorities: 0 only where a tree is empty.
 
     Args:
-        heap: (2 * capacity,). sums: (top + 1,) cumulative, from 0. values: (B,).
+        words: where all trees lie. offsets: (levels, trees) what the places of nodes there are beyond their numbers.
+        first: the number of the first leaf. sums: (top + 1,) cumulative, from 0, of the nodes of the highest level of
+            one tree; of several trees (0,): the highest level of each is node 1.
+        of: (B,) the tree of each value. values: (B,).
         nodes, rest: (B,) to be filled: with leaves and priorities at last.
+
+    Returns: what is of no use, but that the reads are done.
     """
-    top, count, levels = len(sums) - 1, len(values), 0
-    last = top - 1
-    while last and sums[last] == sums[top]:  # what rounding brought to the end belongs to the last that adds something
-        last -= 1
+    count, top, levels = len(of), len(sums) - 1, len(offsets) - 1
     nodes[:] = 0
-    step = top >> 1
-    while step:  # products, here and below, as no processor foretells such branches
-        for i in range(count):
-            nodes[i] += step * int(sums[nodes[i] + step] <= values[i])
-        step >>= 1
-    nodes[:] = np.minimum(nodes, last)
-    rest[:] = values - sums[nodes]
-    nodes += top
-    while top << levels < len(heap) >> 1:
-        levels += 3
+    rest[:] = values
+    if top < 0:
+        nodes += 1
+    else:
+        last = top - 1
+        while last and sums[last] == sums[top]:  # what rounding brought to the end is of the last that adds something
+            last -= 1
+        step = top >> 1
+        while step:  # products, here and below, as no processor foretells such branches
+            for i in range(count):
+                nodes[i] += step * int(sums[nodes[i] + step] <= values[i])
+            step >>= 1
+        nodes[:] = np.minimum(nodes, last)
+        rest -= sums[nodes]
+        nodes += top
     touched = 0.0
-    for _ in range(levels // 3):
+    for level in range(levels - 1, -1, -1):
         # Nothing but reads, so that the processor has more of them under way than while it decides on each.
         for i in range(count):
-            touched += heap[8 * nodes[i]]
+            nodes[i] = 8 * nodes[i] + offsets[level, of[i]]
+            touched += words[nodes[i]]
         for i in range(count):
-            node, value = 8 * nodes[i], rest[i]
-            lower = (heap[node] + heap[node + 1]) + (heap[node + 2] + heap[node + 3])
-            right = int(value >= lower)
+            node, value = nodes[i], rest[i]
+            lower = (words[node] + words[node + 1]) + (words[node + 2] + words[node + 3])
+            beyond = (words[node + 4] + words[node + 5]) + (words[node + 6] + words[node + 7])
+            right = int(value >= lower) * int(beyond > 0)
             value -= lower * right
             node += 4 * right
-            lower = heap[node] + heap[node + 1]
-            right = int(value >= lower)
+            lower, beyond = words[node] + words[node + 1], words[node + 2] + words[node + 3]
+            right = int(value >= lower) * int(beyond > 0)
             value -= lower * right
             node += 2 * right
-            lower = heap[node]
-            right = int(value >= lower)
+            lower = words[node]
+            right = int(value >= lower) * int(words[node + 1] > 0)
             rest[i] = value - lower * right
-            nodes[i] = node + right
-    are_positive = touched >= 0
+            nodes[i] = node + right - offsets[level, of[i]]
     for i in range(count):
-        rest[i] = heap[nodes[i]]
-        nodes[i] -= len(heap) >> 1
-        are_positive &= rest[i] > 0
-    return are_positive
+        rest[i] = words[offsets[0, of[i]] + nodes[i]]
+        nodes[i] -= first
+    return touched
 
 
-def put(heap: Any, top: int, leaves: Any, priorities: Any) -> None:
-    """Give leaves (B,) their priorities (B,) and recompute the nodes above, down to the `top` nodes of one level."""
-    capacity, count, levels = len(heap) >> 1, len(leaves), 0
-    for i in range(count):
-        heap[capacity + leaves[i]] = priorities[i]
-    while top << levels < capacity:
-        levels += 3
-        for i in range(count):
-            node = (capacity + leaves[i]) >> levels
-            low, high = 8 * node, 8 * node + 4
-            lower = (heap[low] + heap[low + 1]) + (heap[low + 2] + heap[low + 3])
-            heap[node] = lower + ((heap[high] + heap[high + 1]) + (heap[high + 2] + heap[high + 3]))
+def put(words: Any, offsets: Any, first: int, of: Any, leaves: Any, priorities: Any) -> None:
+    """Give leaves (B,) of the trees `of` (B,) their priorities (B,), and recompute the nodes above; see `find`."""
+    for i in range(len(of)):
+        words[offsets[0, of[i]] + first + leaves[i]] = priorities[i]
+    for level in range(1, len(offsets)):
+        for i in range(len(of)):
+            node = (first + leaves[i]) >> 3 * level
+            low = offsets[level - 1, of[i]] + 8 * node
+            lower = (words[low] + words[low + 1]) + (words[low + 2] + words[low + 3])
+            right = (words[low + 4] + words[low + 5]) + (words[low + 6] + words[low + 7])
+            words[offsets[level, of[i]] + node] = lower + right
 
 
 def locate(memory: Any, places: Any, of: Any, leaves: Any, slots: Any, serials: Any, t: Any) -> bool:
@@ -180,48 +181,3 @@ def leaves(memory: Any, places: Any, of: Any, serials: Any, t: Any, slots: Any, 
             return False
         slots[i], out[i] = slot, slot * places[0, of[i]] + places[1, of[i]] + t[i]
     return True
-
-
-def find_in(memory: Any, begins: Any, heights: Any, of: Any, nodes: Any, rest: Any) -> None:
-    """The leaves at values of the cumulative sums of several trees, and their priorities: 0 only where a tree is empty.
-
-    Args:
-        memory: where all of them lie. begins: (levels, trees) where each level does, from the leaves up.
-        heights: (trees,) how many levels each has. of: (B,) the tree of each value.
-        nodes, rest: (B,) zeros and the values, to be filled: with leaves and priorities at last.
-    """
-    for level in range(len(begins) - 1, -1, -1):
-        for i in range(len(of)):
-            if level >= heights[of[i]]:
-                continue
-            node, value = begins[level, of[i]] + 8 * nodes[i], rest[i]
-            lower = (memory[node] + memory[node + 1]) + (memory[node + 2] + memory[node + 3])
-            beyond = (memory[node + 4] + memory[node + 5]) + (memory[node + 6] + memory[node + 7])
-            right = int(value >= lower) * int(beyond > 0)
-            value -= lower * right
-            at = 4 * right
-            lower, beyond = memory[node + at] + memory[node + at + 1], memory[node + at + 2] + memory[node + at + 3]
-            right = int(value >= lower) * int(beyond > 0)
-            value -= lower * right
-            at += 2 * right
-            lower = memory[node + at]
-            right = int(value >= lower) * int(memory[node + at + 1] > 0)
-            rest[i] = value - lower * right
-            nodes[i] = 8 * nodes[i] + at + right
-    for i in range(len(of)):
-        rest[i] = memory[begins[0, of[i]] + nodes[i]]
-
-
-def put_in(memory: Any, begins: Any, heights: Any, of: Any, leaves: Any, priorities: Any) -> None:
-    """Give leaves (B,) of the trees `of` (B,) their priorities (B,), and recompute the nodes above; see `find_in`."""
-    for i in range(len(of)):
-        memory[begins[0, of[i]] + leaves[i]] = priorities[i]
-    for level in range(1, len(begins)):
-        for i in range(len(of)):
-            if level >= heights[of[i]]:
-                continue
-            node = leaves[i] >> 3 * level
-            low, high = begins[level - 1, of[i]] + 8 * node, begins[level - 1, of[i]] + 8 * node + 4
-            lower = (memory[low] + memory[low + 1]) + (memory[low + 2] + memory[low + 3])
-            right = (memory[high] + memory[high + 1]) + (memory[high + 2] + memory[high + 3])
-            memory[begins[level, of[i]] + node] = lower + right

@@ -17,7 +17,7 @@ from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import address_of, memory
-from memmap_buffer.priority.sum_tree import WIDTH, SumTree, SumTrees, by_tree
+from memmap_buffer.priority.sum_tree import WIDTH, SumTree, by_tree, joined
 from memmap_buffer.priority.tree_file import LOW
 
 _STAMP = attrgetter("stamp")
@@ -118,7 +118,8 @@ class Leaves:
         self._packed: dict[int, Packed] = {}
         self._from_step_0 = False  # whether no leaf lies before step 0 of its slot
         self._memory = memory().view(np.int64)
-        self.trees: SumTrees
+        self._joined: tuple[tuple[SumTree, ...], list[bool]] = (), []
+        self.tree: SumTree
 
     def look(self, each: Sequence[Any], chosen: Iterable[int] | None = None) -> None:
         """Look at those folders again that changed.
@@ -144,10 +145,13 @@ class Leaves:
             if stamp != seen[i]:
                 self._rows[i], seen[i] = each[i].row(), stamp
         trees, places, *_ = zip(*self._rows, strict=True)
-        if not (hasattr(self, "trees") and self.trees.are(trees)):
+        looked_at = trees, [tree.minima for tree in trees]
+        if self._single:
+            self.tree = trees[0]
+        elif looked_at != self._joined:
             # Of these sums are found one by one, so that draws of a seed stay what they are to the last bit.
             apart = any(row.packed is not None or row.times is not None for row in self._rows)
-            self.trees = SumTrees(trees, apart=self._single or apart)
+            self.tree, self._joined = joined(trees, apart=apart), looked_at
         self._from_step_0 = not any(place.before for place in places)
         self._packed = {i: row.packed for i, row in enumerate(self._rows) if row.packed is not None}
         self._places, self._only = np.array(places, np.int64).T.copy(), places[0] if self._single else None
@@ -179,11 +183,12 @@ class Leaves:
         Raises:
             NotEnoughDataError: every priority of a folder is 0.
         """
-        leaves, priorities = self.trees.find(of, values)
+        leaves, priorities = self.tree.find(values, of)
         slots, serials, t, there = self._located(of, leaves, priorities)
         if there is not None:
             self._mend(of, there)
-            leaves, priorities = self.trees.find(of, np.minimum(values, self.trees.totals()[0 if of is None else of]))
+            totals = self.tree.total if of is None else self.tree.totals()[of]
+            leaves, priorities = self.tree.find(np.minimum(values, totals), of)
             slots, serials, t, there = self._located(of, leaves, priorities)
             assert there is None
         if self._rows[0].times is not None:
@@ -202,7 +207,7 @@ class Leaves:
             if loops.locate(self._memory, self._places, folders, leaves, slots, serials, t) and all_of(priorities > 0):
                 return slots, serials, t, None
         place = self._only or self.place(of)
-        slots = leaves // place.per_slot
+        slots = np.minimum(leaves // place.per_slot, place.slots - 1)  # beyond, where damaged sums may lead
         first = slots * place.per_slot
         if self._packed:
             for packed, mine in self._packed_ones(of):
@@ -212,10 +217,6 @@ class Leaves:
         if not self._from_step_0:
             t -= place.before
         there = priorities > 0
-        beyond = slots >= place.slots  # where damaged sums may lead
-        if any_of(beyond):
-            there &= ~beyond
-            slots[beyond] = 0
         words = 2 * slots
         words += place.pairs
         serials = self._memory.take(words)
@@ -233,7 +234,7 @@ class Leaves:
             each[i].mend()
         self.look(each)
         for i in wrong:
-            if not self.trees.trees[i].total:
+            if not self._rows[i].tree.total:
                 text = f"{each[i].storage.path}: nothing to draw: every item has priority 0"
                 raise NotEnoughDataError(text, episodes=0)
 

@@ -431,7 +431,7 @@ class StepLeaves(Leaves):
 
         def read(_: Any) -> int:
             steps, dropped = self._steps(of, serials, t, np.arange(len(serials)))
-            out[steps.values] = self.trees.get(steps.of, steps.leaves) + 0.0  # which makes 0.0 of -0.0
+            out[steps.values] = self.tree.get(steps.leaves, steps.of) + 0.0  # which makes 0.0 of -0.0
             return dropped
 
         self._while_held(each, of, read)
@@ -554,7 +554,7 @@ class StepLeaves(Leaves):
         powers = raw**alpha
         for priorities in mine.values():  # those that do not end are made anew
             priorities._file.begin()
-        self.trees.put(of, leaves, powers if epsilon > 0 else with_zeros(powers))
+        self.tree.put(leaves, powers if epsilon > 0 else with_zeros(powers), of)
         if highest > maxima[-1] or of is not None:
             for i in [0] if of is None else np.unique(of[raw > np.take(maxima, of)]).tolist():
                 mine[i].rise_to(highest if of is None else float(raw[of == i].max()))

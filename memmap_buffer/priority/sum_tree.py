@@ -7,8 +7,8 @@ incremented, so nothing drifts. The at most 2048 nodes of the top level are take
 above them are kept. Behind the heap lies a second one for the minimum over positive leaves, which is written
 only where it is asked for.
 
-`SumTrees` goes through many trees at once, where a call for each would outweigh a batch. It needs the levels above the
-top level, too: these are kept in memory (`levels`), and made anew once a tree was stored to by itself.
+Trees that are `joined` are gone through at once, where a call for each would outweigh a batch. These need the levels
+above the top level, too: they are kept in memory (`levels`), and made anew once a tree was stored to by itself.
 
 A leaf of -0.0 is one that has the priority 0, where one of 0.0 is no item at all: both are never drawn, and add
 nothing. Where numba is installed, `load_loops` has all trees go by the loops of `kernels`.
@@ -40,6 +40,7 @@ LEAST = 1e-9  # of a sum: what is left of it by subtraction is rounded
 MAX_PRIORITY = 1e250  # 2**60 of them still have a finite sum
 _INFINITY = np.uint64(0x7FF0000000000000)
 _TOTAL = attrgetter("total")
+_NO_SUMS: FloatArray = np.zeros(0)
 _loading = Turn()
 
 
@@ -68,6 +69,9 @@ def new_nodes(leaves: int) -> FloatArray:
 class SumTree:
     """Priorities with their sums; zero means that a leaf is never drawn.
 
+    It is a tree by itself, or several trees that are `joined`: of these `of` (B,) says in which each leaf is, and the
+    methods without it are not for them.
+
     Args:
         nodes: (num_nodes(leaves),) float64, zeros for a new tree, or the nodes of an earlier one.
         leaves: the number of leaves.
@@ -75,24 +79,28 @@ class SumTree:
 
     Attributes:
         loops: the compiled loops that it goes by, None as long as numpy does it all.
+        trees: those that are joined; they are held, so their nodes stay where they are.
     """
 
     loops: Kernels | None = None
+    trees: tuple[SumTree, ...] = ()
+    _apart = False
 
     def __init__(self, nodes: FloatArray, leaves: int, *, minima: bool = False) -> None:
         self.leaves = leaves
         self.minima = minima
-        self.capacity = capacity_of(leaves)
+        self.capacity = self._first = capacity_of(leaves)
         assert nodes.shape == (3 * self.capacity,)
-        self._heap = nodes[: 2 * self.capacity]
-        self._keys = nodes[2 * self.capacity :].view(np.uint64)
         depth = self.capacity.bit_length() - 1
-        self._steps = max(0, -((TOP - depth) // STEP))
+        self._steps = self._full = max(0, -((TOP - depth) // STEP))
         self._top = self.capacity >> STEP * self._steps
-        self._below: FloatArray = self._heap[: 2 * self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
+        self._words: FloatArray = nodes[: 2 * self.capacity]
+        self._below: FloatArray = self._words[: 2 * self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
+        self._offsets: IntArray = np.zeros((self._steps + 1, 1), np.int64)
+        self._keys = nodes[2 * self.capacity :].view(np.uint64)
         self._keys_below = self._keys[: self.capacity // WIDTH * WIDTH].reshape(-1, WIDTH)
         self._sums: FloatArray | None = None
-        sizes = [self._top >> STEP * i for i in range(1, TOP) if self._top >> STEP * (i - 1) > WIDTH]
+        sizes = [self._top >> STEP * i for i in range(1, TOP) if self._top >> STEP * (i - 1) > 1]
         self._above: list[FloatArray] = [np.zeros(max(size, WIDTH)) for size in sizes]
         self._summed_up = False
 
@@ -112,21 +120,37 @@ class SumTree:
     @property
     def total(self) -> float:
         """The sum of all priorities."""
-        return float(self._cumulative()[-1])
+        return float(np.add.reduce(self.totals()) if self.trees else self._cumulative()[-1])
+
+    def totals(self) -> FloatArray:
+        """(T,) the sum of each of the trees that are joined."""
+        if self._apart:
+            return np.array([*map(_TOTAL, self.trees)])
+        for tree in self.trees:
+            tree.sum_up()
+        sums: FloatArray = self._words.take(self._offsets[-1] + 1)
+        return sums
 
     @property
     def minimum(self) -> float:
-        """The smallest positive priority, 0 where there is none; only with `minima`."""
+        """The smallest positive priority, 0 where there is none; only with `minima`, and of a tree by itself."""
         assert self.minima
         if not self._steps:
-            leaves = self._heap[self.capacity :]
+            leaves = self._words[self.capacity :]
             return float(leaves.min(initial=np.inf, where=leaves > 0)) if leaves.any() else 0.0
         best = self._keys[self._top : 2 * self._top].max()
         return float((_INFINITY - best).view(np.float64)) if best else 0.0
 
-    def get(self, leaves: IntArray) -> FloatArray:
+    def get(self, leaves: IntArray, of: IntArray | None = None) -> FloatArray:
         """The priorities of leaves (B,)."""
-        return self._heap.take(leaves + self.capacity)
+        if not self._apart:
+            nodes = leaves + self._first
+            return self._words.take(nodes if of is None else self._offsets[0].take(of) + nodes)
+        assert of is not None
+        out = np.empty(len(leaves))
+        for i, (mine, part) in by_tree(of, np.arange(len(leaves)), leaves):
+            out[mine] = self.trees[i].get(part)
+        return out
 
     def set(self, leaves: IntArray, priorities: FloatArray) -> None:
         """Give leaves (B,) their priorities (B,); of a leaf that stands twice the last counts.
@@ -137,14 +161,27 @@ class SumTree:
         self._check(leaves, priorities)
         self.put(leaves, priorities)
 
-    def put(self, leaves: IntArray, priorities: FloatArray) -> None:
+    def put(self, leaves: IntArray, priorities: FloatArray, of: IntArray | None = None) -> None:
         """`set` of priorities that are known to be right."""
-        if self.loops is None or self.minima:
-            self._heap[leaves + self.capacity] = priorities  # numpy: of a repeated index the last value is assigned
-            self.refresh(leaves)
+        if self._apart and of is not None:
+            for i, parts in by_tree(of, leaves, priorities):
+                self.trees[i].put(*parts)
             return
-        self.loops.put(self._heap, self._top, np.ascontiguousarray(leaves), np.ascontiguousarray(priorities))
-        self._sums, self._summed_up = None, False
+        stored = [self]
+        if of is not None:  # only these: the others may be another thread's just now
+            stored = [self.trees[i] for i in np.flatnonzero(np.bincount(of)).tolist()]
+            for tree in stored:
+                tree.sum_up()
+        if self.loops is None or self.minima:
+            nodes = leaves + self._first  # numpy: of a repeated index the last value is assigned
+            self._words[nodes if of is None else self._offsets[0].take(of) + nodes] = priorities
+            self.refresh(leaves, of)
+        else:
+            which = np.zeros(len(leaves), np.int64) if of is None else np.ascontiguousarray(of)
+            leaves, priorities = np.ascontiguousarray(leaves), np.ascontiguousarray(priorities)
+            self.loops.put(self._words, self._offsets, self._first, which, leaves, priorities)
+        for tree in stored:
+            tree._sums, tree._summed_up = None, of is not None
 
     def add(self, leaves: IntArray, amounts: FloatArray) -> None:
         """Add amounts (B,) to leaves (B,); of a leaf that stands twice both count. Raises SchemaError, as `set`."""
@@ -152,59 +189,87 @@ class SumTree:
         self._check(unique, np.zeros(len(unique)))
         self.set(unique, self.get(unique) + np.bincount(place, amounts, len(unique)))
 
-    def refresh(self, leaves: IntArray) -> None:
+    def refresh(self, leaves: IntArray, of: IntArray | None = None) -> None:
         """Recompute the nodes above leaves."""
-        nodes = leaves + self.capacity
-        if len(nodes) >= MANY:
+        nodes = leaves + self._first
+        many = of is None and len(nodes) >= MANY
+        if many:
             nodes.sort(kind="stable")  # nearly nothing where they are sorted; numpy's `unique` takes 20 times as long
-        for number in range(self._steps):
+        for level in range(1, len(self._offsets)):
             nodes >>= STEP
-            if len(nodes) >= MANY:
+            if many:
                 nodes = nodes[np.concatenate([[True], nodes[1:] != nodes[:-1]])]
-            eight = self._below.take(nodes, axis=0)
-            self._heap[nodes] = _sums_of_eight(eight.reshape(-1))
+            eight = self._eight(level - 1, nodes, of)
+            self._words[nodes if of is None else self._offsets[level].take(of) + nodes] = _sums_of_eight(eight)
             if self.minima:
-                keys = _keys_of(eight) if number == 0 else self._keys_below.take(nodes, axis=0)
+                keys = _keys_of(eight.reshape(-1, WIDTH)) if level == 1 else self._keys_below.take(nodes, axis=0)
                 self._keys[nodes] = keys.max(axis=1)
         self._sums, self._summed_up = None, False
 
     @property
     def levels(self) -> list[FloatArray]:
-        """The nodes of all levels, from the leaves up to one of at most eight; see `sum_up`. Not of under 8 leaves."""
-        kept = [self._heap[self.capacity >> STEP * i :][: self.capacity >> STEP * i] for i in range(self._steps + 1)]
-        return kept + self._above
+        """The nodes of all levels, from the leaves up to the sum of all; see `sum_up`. Not of under 8 leaves."""
+        kept = [self.capacity >> STEP * i for i in range(self._steps + 1)]
+        return [self._words[first : 2 * first] for first in kept] + self._above
 
     def sum_up(self) -> None:
-        """Have the levels above the top level, too; the last one ends with zeros where it has fewer than eight."""
+        """Have the levels above the top level, too; these end with zeros where there are fewer than eight nodes."""
         if not self._summed_up:
-            nodes = self._heap[self._top : 2 * self._top]
+            nodes = self._words[self._top : 2 * self._top]
             for above in self._above:
-                nodes = _sums_of_eight(nodes)
-                above[: len(nodes)] = nodes
+                sums = _sums_of_eight(nodes)
+                above[: len(sums)] = sums
+                nodes = above
             self._summed_up = True
 
-    def find(self, values: FloatArray) -> tuple[IntArray, FloatArray]:
+    def find(self, values: FloatArray, of: IntArray | None = None) -> tuple[IntArray, FloatArray]:
         """The leaves (B,) at values (B,) in [0, total] of the cumulative sum, and their priorities; never one of 0.
 
-        The tree must not be empty.
+        The tree must not be empty. Of trees that are joined, after `totals`, an empty one has a leaf of 0.
         """
-        sums = self._sums if self._sums is not None else self._cumulative()
+        if self._apart and of is not None:
+            leaves, priorities = np.empty_like(of), np.empty_like(values)
+            for i, (mine, part) in by_tree(of, np.arange(len(of)), values):
+                leaves[mine], priorities[mine] = self.trees[i].find(part)
+            return leaves, priorities
+        sums = _NO_SUMS if of is not None else self._sums if self._sums is not None else self._cumulative()
         if self.loops is not None:
             leaves, priorities = np.empty(len(values), np.int64), np.empty(len(values))
-            if self.loops.find(self._heap, sums, np.ascontiguousarray(values), leaves, priorities):
-                return leaves, priorities
-        # A value that rounding brought to the end belongs to the last node that adds something.
-        last = np.searchsorted(sums[1:], sums[-1])
-        nodes = np.minimum(np.searchsorted(sums[1:], values, side="right"), last)
-        left_over = values - sums.take(nodes)
-        nodes += self._top
-        below = self._descend(nodes, left_over, careful=False)
-        if not all_of(self._heap.take(below) > 0):
-            below = self._descend(nodes, left_over, careful=True)
-        return below - self.capacity, self._heap.take(below)
+            which = np.zeros_like(leaves) if of is None else np.ascontiguousarray(of)
+            values = np.ascontiguousarray(values)
+            self.loops.find(self._words, self._offsets, self._first, sums, which, values, leaves, priorities)
+            return leaves, priorities
+        if of is None:  # a value that rounding brought to the end belongs to the last node that adds something
+            last = np.searchsorted(sums[1:], sums[-1])
+            nodes = np.minimum(np.searchsorted(sums[1:], values, side="right"), last)
+            nodes, left_over = nodes + self._top, values - sums.take(nodes)
+        else:
+            nodes, left_over = np.ones_like(of), values
+        leaves, priorities = self._descend(nodes, left_over, of, careful=False)
+        if not all_of(priorities > 0):
+            return self._descend(nodes, left_over, of, careful=True)
+        return leaves, priorities
+
+    def _descend(
+        self, nodes: IntArray, left_over: FloatArray, of: IntArray | None, *, careful: bool
+    ) -> tuple[IntArray, FloatArray]:
+        """The leaves below, and their priorities; `careful` also where rounding left a value at the end of a node."""
+        left_over, first = left_over.copy(), np.arange(len(nodes))
+        for level in range(self._steps - 1, -1, -1):
+            eight = self._eight(level, nodes, of)
+            into = careful or level >= self._full  # behind the last level of a low tree are zeros, which are no nodes
+            nodes = WIDTH * (nodes - first) + _chosen(eight, left_over, first, into)
+        priorities = self._words.take(nodes if of is None else self._offsets[0].take(of) + nodes)
+        return nodes - self._first, priorities
+
+    def _eight(self, level: int, nodes: IntArray, of: IntArray | None) -> FloatArray:
+        """(8 * B,) the nodes of a level that lie below nodes."""
+        if of is None:
+            return self._below.take(nodes, axis=0).reshape(-1)
+        return bytes_at(8 * (self._offsets[level].take(of) + WIDTH * nodes), 8 * WIDTH).view(np.float64)
 
     def before(self, leaves: IntArray) -> FloatArray:
-        """The cumulative sum before leaves (B,)."""
+        """The cumulative sum before leaves (B,) of a tree by itself."""
         nodes, sums = leaves + self.capacity, np.zeros(len(leaves))
         for _ in range(self._steps):
             eight = self._below.take(nodes >> STEP, axis=0)
@@ -241,18 +306,10 @@ class SumTree:
             raise NotEnoughDataError("nothing to draw: every priority of the tree is 0", episodes=0)
         return total
 
-    def _descend(self, nodes: IntArray, left_over: FloatArray, *, careful: bool) -> IntArray:
-        """The leaf nodes below; `careful` also where rounding left a value at the very end of a node."""
-        left_over, first = left_over.copy(), np.arange(len(nodes))
-        for _ in range(self._steps):
-            eight = self._below.take(nodes, axis=0).reshape(-1)
-            nodes = WIDTH * (nodes - first) + _chosen(eight, left_over, first, careful)
-        return nodes
-
     def _cumulative(self) -> FloatArray:
         """0, then the sums of the top level's nodes up to each."""
         if self._sums is None:
-            sums, nodes = np.empty(self._top + 1), self._heap[self._top : 2 * self._top]
+            sums, nodes = np.empty(self._top + 1), self._words[self._top : 2 * self._top]
             if self.loops is not None:
                 self.loops.accumulate(nodes, sums)
             else:
@@ -274,123 +331,29 @@ class SumTree:
             )
 
 
-class SumTrees:
-    """Several sum trees, of which one call finds, reads or stores leaves: a call for each would outweigh a batch.
-
-    Which tree is meant is told by `of` (B,), None where there is one.
+def joined(trees: Sequence[SumTree], *, apart: bool = False) -> SumTree:
+    """Several trees as one: one call finds, reads or stores leaves of all, as a call for each outweighs a batch.
 
     Args:
-        trees: at least one. They are held, so their nodes stay where they are.
+        trees: at least one. They stay what they are, and may be stored to by themselves.
         apart: go through each by itself, as is done where one has under eight leaves, or keeps minima.
     """
-
-    def __init__(self, trees: Sequence[SumTree], *, apart: bool = False) -> None:
-        self.trees = tuple(trees)
-        self._minima = [tree.minima for tree in trees]
-        self._apart = apart or any(tree.leaves < WIDTH for tree in trees) or any(self._minima)
-        if self._apart:
-            return
-        levels = [tree.levels for tree in self.trees]
-        self._heights = np.array([len(each) for each in levels])
-        self._height = int(self._heights.max())
-        self._even = bool((self._heights == self._height).all())
-        # (levels, trees) where each level begins, from the leaves up.
-        begins = [[address_of(each[min(i, len(each) - 1)]) >> 3 for each in levels] for i in range(self._height)]
-        self._begins = np.array(begins)
-        self._last = np.array([address_of(each[-1]) for each in levels])
-        self._memory = memory().view(np.float64)
-
-    def are(self, trees: tuple[SumTree, ...]) -> bool:
-        """Whether it goes through these trees, as they are."""
-        return self.trees == trees and self._minima == [tree.minima for tree in trees]
-
-    def totals(self) -> FloatArray:
-        """(T,) the sum of each tree."""
-        if self._apart:
-            return np.array([*map(_TOTAL, self.trees)])
-        for tree in self.trees:
-            tree.sum_up()
-        return _sums_of_eight(bytes_at(self._last, 8 * WIDTH).view(np.float64))
-
-    def get(self, of: IntArray | None, leaves: IntArray) -> FloatArray:
-        """The priorities of leaves (B,)."""
-        if of is not None and not self._apart:
-            return self._memory.take(self._place(0, of, leaves))
-        out = np.empty(len(leaves))
-        for i, (mine, part) in by_tree(of, np.arange(len(leaves)), leaves):
-            out[mine] = self.trees[i].get(part)
-        return out
-
-    def put(self, of: IntArray | None, leaves: IntArray, priorities: FloatArray) -> None:
-        """`SumTree.put` of leaves (B,)."""
-        if of is None:
-            self.trees[0].put(leaves, priorities)
-            return
-        if self._apart:
-            for i, parts in by_tree(of, leaves, priorities):
-                self.trees[i].put(*parts)
-            return
-        # Only these: the others may be another thread's just now.
-        stored, loops = [self.trees[i] for i in np.flatnonzero(np.bincount(of)).tolist()], SumTree.loops
-        for tree in stored:
-            tree.sum_up()
-        if loops is not None:
-            columns = (np.ascontiguousarray(column) for column in (of, leaves, priorities))
-            loops.put_in(self._memory, self._begins, self._heights, *columns)
-        else:
-            self._put(of, leaves, priorities)
-        for tree in stored:
-            tree._sums, tree._summed_up = None, True
-
-    def _put(self, of: IntArray, leaves: IntArray, priorities: FloatArray) -> None:
-        self._memory[self._place(0, of, leaves)] = priorities
-        for level in range(1, self._height):
-            if not self._even:
-                there = self._heights.take(of) > level
-                of, leaves = of[there], leaves[there]
-            eight = self._eight(level - 1, of, leaves >> STEP * level)
-            self._memory[self._place(level, of, leaves >> STEP * level)] = _sums_of_eight(eight)
-
-    def find(self, of: IntArray | None, values: FloatArray) -> tuple[IntArray, FloatArray]:
-        """`SumTree.find` of values (B,), after `totals`; a priority of 0 only where all are."""
-        if of is None:
-            return self.trees[0].find(values)
-        if self._apart:
-            leaves, priorities = np.empty_like(of), np.empty_like(values)
-            for i, (mine, part) in by_tree(of, np.arange(len(of)), values):
-                leaves[mine], priorities[mine] = self.trees[i].find(part)
-            return leaves, priorities
-        if SumTree.loops is not None:
-            leaves, priorities = np.zeros_like(of), values.copy()
-            of = np.ascontiguousarray(of)
-            SumTree.loops.find_in(self._memory, self._begins, self._heights, of, leaves, priorities)
-            return leaves, priorities
-        leaves = self._descend(of, values, careful=False)
-        priorities = self.get(of, leaves)
-        if not all_of(priorities > 0):
-            leaves = self._descend(of, values, careful=True)
-            priorities = self.get(of, leaves)
-        return leaves, priorities
-
-    def _descend(self, of: IntArray, values: FloatArray, *, careful: bool) -> IntArray:
-        nodes, left_over = np.zeros_like(of), values.copy()
-        for level in range(self._height - 1, -1, -1):
-            # Behind a last level there may be zeros, which are no nodes.
-            into = careful or not self._even or level == self._height - 1
-            there = slice(None) if self._even else np.flatnonzero(self._heights.take(of) > level)
-            rest = left_over[there]
-            first = np.arange(len(rest))
-            chosen = _chosen(self._eight(level, of[there], nodes[there]), rest, first, into)
-            nodes[there], left_over[there] = WIDTH * (nodes[there] - first) + chosen, rest
-        return nodes
-
-    def _place(self, level: int, of: IntArray, nodes: IntArray) -> IntArray:
-        """Where nodes of a level lie."""
-        return np.asarray(self._begins[level].take(of) + nodes)
-
-    def _eight(self, level: int, of: IntArray, nodes: IntArray) -> FloatArray:
-        """(8 * B,) the nodes of a level that lie below others."""
-        return bytes_at(8 * self._place(level, of, WIDTH * nodes), 8 * WIDTH).view(np.float64)
+    several = SumTree.__new__(SumTree)
+    several.trees, several.leaves = tuple(trees), sum(tree.leaves for tree in trees)
+    several.minima = any(tree.minima for tree in trees)
+    several._apart = apart or several.minima or any(tree.leaves < WIDTH for tree in trees)
+    if several._apart:
+        return several
+    levels = [tree.levels for tree in trees]
+    heights = [len(each) - 1 for each in levels]
+    several._steps, several._full = max(heights), min(heights) - 1
+    several._first = WIDTH**several._steps
+    several._words = memory().view(np.float64)
+    # (levels, trees) what the places of nodes are beyond their numbers; a low tree has its sum on several levels.
+    begins = [[each[min(i, len(each) - 1)] for each in levels] for i in range(several._steps + 1)]
+    several._offsets = np.array([[address_of(nodes) >> 3 for nodes in level] for level in begins])
+    several._offsets -= several._first >> STEP * np.arange(several._steps + 1)[:, None]
+    return several
 
 
 def by_tree(of: IntArray | None, *columns: Any) -> Iterator[tuple[int, tuple[Any, ...]]]:

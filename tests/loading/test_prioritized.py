@@ -30,6 +30,7 @@ from inside import (
     priorities_of,
     samplers_of,
     storage_of,
+    store_leaves_alone,
 )
 from profiles import examples
 
@@ -56,7 +57,7 @@ from memmap_buffer.loading import prioritized
 from memmap_buffer.priority import anchor_priorities, sum_tree
 from memmap_buffer.priority.anchor_priorities import AnchorPriorities
 from memmap_buffer.priority.priorities import Priorities, in_turn, while_locked
-from memmap_buffer.priority.sum_tree import SumTree, SumTrees
+from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.priority.tree_file import TreeFile
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -881,7 +882,10 @@ def together(monkeypatch):
         values.append(sum_tree.spread(*arguments, **options))
         return values[-1].copy()
 
-    monkeypatch.setattr(SumTree, "find", refuse)
+    find = SumTree.find
+    monkeypatch.setattr(
+        SumTree, "find", lambda tree, values, of=None: (refuse if of is None else find)(tree, values, of)
+    )
     monkeypatch.setattr(sum_tree, "by_tree", refuse)
     monkeypatch.setattr(prioritized, "spread", spread)
     return values
@@ -1119,16 +1123,16 @@ def test_an_update_of_several_folders_that_is_wrong_changes_none(tmp_path, toget
 def test_an_interrupted_update_of_several_folders_leaves_trees_of_their_leaves(tmp_path, monkeypatch):
     both = ConcatBuffer([make(tmp_path / name, (5, 4)) for name in "abc"])
     both.sample(1, prioritized=Prioritized(alpha=1.0), **STEP)
-    steps, put = [[number, 0, 2] for number in range(3)], SumTrees.put
+    steps, put = [[number, 0, 2] for number in range(3)], SumTree.put
 
-    def interrupted(self, of, leaves, priorities):
-        self._memory[self._place(0, of, leaves)] = priorities
+    def interrupted(tree, leaves, priorities, of):
+        store_leaves_alone(tree, leaves, priorities, of)
         raise KeyboardInterrupt("while they are stored")
 
-    monkeypatch.setattr(SumTrees, "put", interrupted)
+    monkeypatch.setattr(SumTree, "put", interrupted)
     with pytest.raises(KeyboardInterrupt, match="while they are stored"):
         both.update_priorities(steps, [8.0, 9.0, 10.0])
-    monkeypatch.setattr(SumTrees, "put", put)
+    monkeypatch.setattr(SumTree, "put", put)
     counts = np.zeros(3)
     for seed in range(20):
         batch = both.sample(64, prioritized=Prioritized(alpha=1.0), seed=seed, **STEP)

@@ -55,7 +55,7 @@ from memmap_buffer import (
 from memmap_buffer.format import host
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.priority.priorities import Priorities, StepLeaves, in_turn, while_locked
-from memmap_buffer.priority.sum_tree import SumTree, SumTrees
+from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.priority.tree_file import TreeFile
 
 ALPHA, EPSILON = 0.5, 1e-3
@@ -698,7 +698,7 @@ def test_another_folder_in_the_place_of_one_is_looked_at(tmp_path):
     for priorities in each:
         with priorities.lock:
             leaves.look([priorities])
-            assert leaves.trees.trees == (priorities.tree,)
+            assert leaves.tree is priorities.tree
 
 
 def test_a_forked_child_never_makes_the_tree_of_its_parent_anew(tmp_path, kind, monkeypatch):
@@ -920,10 +920,10 @@ def test_errors_of_folders_whose_last_one_has_lost_the_episode_count_for_the_oth
     assert probability[0, 0, 1] / probability[0, 0, 0] == pytest.approx(powered([3])[0])
 
 
-def half_stored(trees, of, leaves, priorities):
+def half_stored(tree, leaves, priorities, of):
     """The first half of an update's leaves."""
     half = len(of) // 2
-    store_leaves_alone(trees, of[:half], leaves[:half], priorities[:half])
+    store_leaves_alone(tree, leaves[:half], priorities[:half], of[:half])
 
 
 @pytest.mark.usefixtures("both_ways")
@@ -931,10 +931,10 @@ def half_stored(trees, of, leaves, priorities):
     ("place", "call", "number", "stored"),
     [
         pytest.param(TreeFile, "begin", 3, "", id="before the third generation became odd"),
-        pytest.param(SumTrees, "put", 1, "", id="after the generations became odd"),
-        pytest.param(SumTrees, "put", half_stored, "ab", id="between the leaves"),
-        pytest.param(SumTrees, "_eight", 1, "abcd", id="between leaves and sums"),
-        pytest.param(SumTrees, "_eight", 2, "abcd", id="between two levels of sums"),
+        pytest.param(SumTree, "put", 1, "", id="after the generations became odd"),
+        pytest.param(SumTree, "put", half_stored, "ab", id="between the leaves"),
+        pytest.param(SumTree, "_eight", 1, "abcd", id="between leaves and sums"),
+        pytest.param(SumTree, "_eight", 2, "abcd", id="between two levels of sums"),
         pytest.param(TreeFile, "raise_maximum", 2, "abcd", id="before the second maximum"),
         pytest.param(TreeFile, "end", 3, "abcd", id="before the third generation became even"),
         pytest.param(TreeFile, "end", 4, "abcd", id="before the last generation became even"),

@@ -12,7 +12,7 @@ from inside import keys_of, nodes_below_top, nodes_of
 from profiles import examples
 
 from memmap_buffer import NotEnoughDataError, SchemaError, SumTree
-from memmap_buffer.priority.sum_tree import MANY, SumTrees, num_nodes, spread, with_zeros
+from memmap_buffer.priority.sum_tree import MANY, joined, num_nodes, spread, with_zeros
 
 SIZES = (1, 2, 3, 7, 1000, 1024, 1025, 5000, 70_000)
 
@@ -197,25 +197,25 @@ def test_several_trees_are_to_the_last_bit_what_each_is_by_itself(leaves, ways):
     rng = np.random.default_rng(len(leaves))
     alone = [tree_of(count, rng.integers(0, 5, count) + (np.arange(count) == 3), minima=False) for count in leaves]
     trees = [SumTree(np.concatenate([nodes_of(one), keys_of(one)]), one.leaves) for one in alone]
-    several = SumTrees(trees)
+    several = joined(trees)
     for turn in range(6):
         totals = several.totals()
         assert totals.tolist() == [one.total for one in alone]  # whole numbers, so that sums are exact
         of = rng.integers(0, len(leaves), 80)
         values = rng.integers(0, totals.astype(np.int64)[of]) + 0.5
         values[:4], values[4:8] = totals[of[:4]], totals[of[4:8]] + turn  # rounding may lead to the end, and beyond
-        found, priorities = several.find(of, values)
+        found, priorities = several.find(values, of)
         for i, value, leaf, priority in zip(of.tolist(), values.tolist(), found.tolist(), priorities, strict=True):
             by_itself = alone[i].find(np.array([value]))
             assert (leaf, priority) == (by_itself[0].item(), by_itself[1].item())
         chosen = rng.integers(0, np.array(leaves)[of])  # some twice, of which the last counts
         chosen[1::9] = chosen[::9][: len(chosen[1::9])] % np.array(leaves)[of[1::9]]
         priorities = rng.integers(0, 9, 80) * 1.0
-        several.put(of, chosen, np.where(priorities > 0, priorities, -0.0))
+        several.put(chosen, np.where(priorities > 0, priorities, -0.0), of)
         for i, one in enumerate(alone):
             one.put(chosen[of == i], with_zeros(priorities[of == i]))
         np.testing.assert_array_equal(
-            several.get(of, chosen), [alone[i].get(np.array([k]))[0] for i, k in zip(of, chosen, strict=True)]
+            several.get(chosen, of), [alone[i].get(np.array([k]))[0] for i, k in zip(of, chosen, strict=True)]
         )
         if turn % 2:  # one of them changes by itself
             for tree in (trees[-1], alone[-1]):
@@ -227,7 +227,7 @@ def test_several_trees_are_to_the_last_bit_what_each_is_by_itself(leaves, ways):
 def test_of_a_tree_without_priorities_a_leaf_of_zero_is_found_and_no_other_memory_is_read(ways):
     trees = [SumTree.empty(9), SumTree.empty(3000)]
     trees[1].set(np.array([2999]), np.array([2.0]))
-    several = SumTrees(trees)
+    several = joined(trees)
     assert several.totals().tolist() == [0.0, 2.0]
-    leaves, priorities = several.find(np.array([0, 0, 1, 1]), np.array([0.0, 5.0, 0.0, 2.0]))
+    leaves, priorities = several.find(np.array([0.0, 5.0, 0.0, 2.0]), np.array([0, 0, 1, 1]))
     assert (leaves.tolist(), priorities.tolist()) == ([0, 0, 2999, 2999], [0, 0, 2, 2])

@@ -364,17 +364,17 @@ def map_anew(priorities: Any) -> None:
 
 def nodes_of(tree: Any) -> Any:
     """The nodes of a sum tree, the root first."""
-    return tree._heap
+    return tree._words
 
 
 def top_of(tree: Any) -> Any:
     """The level of nodes whose sums are taken one after another."""
-    return tree._heap[tree._top : 2 * tree._top]
+    return tree._words[tree._top : 2 * tree._top]
 
 
 def nodes_below_top(tree: Any) -> Any:
     """The nodes from that level on."""
-    return tree._heap[tree._top :]
+    return tree._words[tree._top :]
 
 
 def keys_of(tree: Any) -> Any:
@@ -382,9 +382,9 @@ def keys_of(tree: Any) -> Any:
     return tree._keys.view(np.float64)
 
 
-def store_leaves_alone(trees: Any, of: Any, leaves: Any, priorities: Any) -> None:
+def store_leaves_alone(tree: Any, leaves: Any, priorities: Any, of: Any) -> None:
     """Store leaves of several trees, and none of their sums."""
-    trees._memory[trees._place(0, of, leaves)] = priorities
+    tree._words[tree._offsets[0].take(of) + tree._first + leaves] = priorities
 
 
 def blocks_made_ready(nodes: Any, chosen: Any) -> set[int]:
