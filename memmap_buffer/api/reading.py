@@ -34,7 +34,6 @@ from memmap_buffer.loading.prioritized import (
     PrioritizedDraws,
     gathered_errors,
     read_priorities,
-    update_priorities,
 )
 from memmap_buffer.loading.samplers import UniformSampler
 from memmap_buffer.pictures import Picture, picture_of, table_of
@@ -636,7 +635,7 @@ class Readable(Markable):
                 priorities = self._priorities.get(name) or self._named(name)
                 if gathered is None:  # only once, as ranks wait for each other; that is why `_retried` does not do
                     gathered = gathered_errors(priorities, indices, td_errors)
-                return update_priorities(priorities, gathered)
+                return priorities.update(*gathered)
             except SchemaMismatchError:
                 if self._settled() is folders:
                     raise

@@ -72,19 +72,23 @@ class NamedPriorities:
                 self._opened[storage] = priorities
             return priorities
 
-    def update(self, columns: IntArray, errors: FloatArray) -> int:
-        """Give steps the priorities of their errors; see `StepLeaves.update`.
+    def update(self, of_ranks: Sequence[tuple[IntArray, FloatArray]], own: int = 0) -> int:
+        """Give steps the priorities of their errors, as `StepLeaves.update`; it may be called again with the same.
 
         Args:
-            columns: of each item (the number of its folder,) the serial and, unless it is a whole episode, t.
-            errors: (B,) or (B, L).
+            of_ranks: of each rank (columns, errors): of each item (the number of its folder,) the serial and, unless
+                it is a whole episode, t; and its error (B,), or (B, L).
+            own: the number of this rank among them.
 
         Returns:
-            how many items were dropped because their episode is gone.
+            how many of this rank's items were dropped because their episode is gone.
         """
-        each, of = self._folders_of(columns)
-        t = columns[:, -1] if columns.shape[1] - self.by_folder == 2 else None
-        return self._leaves.update(each, of, columns[:, int(self.by_folder)], t, errors)
+        dropped = [0] * len(of_ranks)
+        for rank, (columns, errors) in enumerate(of_ranks):
+            each, of = self._folders_of(columns)
+            t = columns[:, -1] if columns.shape[1] - self.by_folder == 2 else None
+            dropped[rank] = self._leaves.update(each, of, columns[:, int(self.by_folder)], t, errors)
+        return dropped[own]
 
     def get(self, columns: IntArray) -> FloatArray:
         """(B,) the priorities of steps, 0 where one is gone. Raises as `StepLeaves.get`."""
@@ -248,11 +252,16 @@ class PrioritizedDraws:
             NotEnoughDataError: there is nothing to draw.
         """
         with self._turn.lock:
-            if self._priorities is not None:  # others of the name may have changed them
-                self._priorities.use(self.how)
-                self._priorities.drawn.add(self.reader.selection.view.per_episode)
-            steps = self._steps_of_one()
-            if steps is None:
+            selection, steps = self.reader.selection, None
+            if self._priorities is not None:
+                self._priorities.use(self.how)  # others of the name may have changed them
+                self._priorities.drawn.add(selection.view.per_episode)
+                if self._only is not None:
+                    # What takes other locks, or long, comes first: items that no episode tells of, and the files.
+                    if not selection.by_episode:
+                        self.reader.index(refresh=True)
+                    steps = self._priorities.of(self._only)
+            if steps is None:  # the locks of several are taken together, see `SeveralAnchors`
                 numbers, each = self._follow()
                 draw = partial(self._draw, each, batch_size, rng, alone)
                 places, (slot, serial, t, priority), shares, shown_at = self._leaves.over(each, draw)
@@ -270,17 +279,6 @@ class PrioritizedDraws:
         if shown_at is not None:
             return anchors, shown_at
         return self.reader.crop(self.reader.index().followed(anchors), lambda: rng), None
-
-    def _steps_of_one(self) -> Priorities | None:
-        """The priorities of the only folder; of several, the locks are taken together, see `SeveralAnchors`.
-
-        What takes other locks, or long, is done here: they are opened, and items that no episode tells of are found.
-        """
-        if self._only is None or self._priorities is None:
-            return None
-        if not self.reader.selection.by_episode:
-            self.reader.index(refresh=True)
-        return self._priorities.of(self._only)
 
     def share(self, ranks: Ranks) -> None:
         """Have these ranks draw by the same priorities from now on."""
@@ -446,7 +444,7 @@ class PrioritizedDraws:
 def gathered_errors(
     priorities: NamedPriorities, indices: Any, td_errors: Any
 ) -> tuple[list[tuple[IntArray, FloatArray]], int]:
-    """The items whose errors are to be taken in, of each rank, with these errors; and which of them are this rank's.
+    """The items and errors of each rank, and the number of this one, as `NamedPriorities.update` takes them.
 
     Args:
         priorities: of the folders.
@@ -472,23 +470,6 @@ def gathered_errors(
     if wrong:
         raise SchemaError(f"update_priorities: nothing was changed on any rank: {'; '.join(wrong)}")
     return [rank_errors for rank_errors, _ in answers], ranks.rank
-
-
-def update_priorities(priorities: NamedPriorities, gathered: tuple[list[tuple[IntArray, FloatArray]], int]) -> int:
-    """Give the steps of items the priorities of their errors; it may be called again with the same.
-
-    Args:
-        priorities: of the folders.
-        gathered: what `gathered_errors` gave.
-
-    Returns:
-        how many of this rank's items were dropped because their episode is gone.
-    """
-    every, mine = gathered
-    dropped = [0] * len(every)
-    for rank, rank_errors in enumerate(every):
-        dropped[rank] = priorities.update(*rank_errors)
-    return dropped[mine]
 
 
 def _checked(priorities: NamedPriorities, indices: Any, td_errors: Any) -> tuple[IntArray, FloatArray]:

@@ -461,7 +461,9 @@ class StepLeaves(Leaves):
         """Do something while the folders of items, by their numbers, are locked and followed."""
         if of is None:
             with self._turn.lock, each[0].lock:
-                return self._followed(each, {0: each[0]}, work)
+                each[0].follow()
+                self.look(each)
+                return work({0: each[0]})
         chosen = np.flatnonzero(np.bincount(of)).tolist()
         mine = {i: priorities for i in chosen if (priorities := each[i]) is not None}
         if not mine:

@@ -54,8 +54,9 @@ from memmap_buffer import (
 )
 from memmap_buffer.format import host
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.priority.leaves import Leaves, Place, Row, where
 from memmap_buffer.priority.priorities import Priorities, StepLeaves, in_turn, while_locked
-from memmap_buffer.priority.sum_tree import SumTree
+from memmap_buffer.priority.sum_tree import SumTree, num_nodes
 from memmap_buffer.priority.tree_file import TreeFile
 
 ALPHA, EPSILON = 0.5, 1e-3
@@ -699,6 +700,26 @@ def test_another_folder_in_the_place_of_one_is_looked_at(tmp_path):
         with priorities.lock:
             leaves.look([priorities])
             assert leaves.tree is priorities.tree
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_leaf_beyond_the_last_slot_is_no_step_whatever_lies_behind_the_slots_in_memory():
+    words, nodes = np.array([[8, 5 << 32], [9, 5 << 32], [10, 5 << 32]]), np.zeros(num_nodes(10))
+    nodes[16 + 12] = 1.0  # as in a damaged file: a leaf of a third slot, where there are two
+
+    class Folder:
+        stamp = 0
+
+        def row(self):
+            return Row(SumTree(nodes, 10), Place(5, 0, 2, where(words), 0, 0, 0, 0), (words,))
+
+        def mend(self):
+            nodes[16 + 12], nodes[16 + 6] = 0.0, 1.0
+            self.stamp += 1
+
+    leaves = Leaves(True)
+    leaves.look([Folder()])
+    assert [column.item() for column in leaves.find(None, np.array([0.5]))] == [1, 8, 1, 1.0]
 
 
 def test_a_forked_child_never_makes_the_tree_of_its_parent_anew(tmp_path, kind, monkeypatch):
