@@ -42,6 +42,7 @@ class FolderTable(NamedTuple):
     table: EpisodeTable
 
 
+@dataclass(eq=False)
 class AnchorRuns:
     """Anchors as runs: anchor i of run r has t = min(first[r] + i * stride, last[r]), i < starts[r + 1] - starts[r].
 
@@ -102,26 +103,17 @@ class AnchorRuns:
         return self.starts.searchsorted(i, "right") - 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Index(AnchorRuns):
-    """The anchors of one moment, of one folder or many. It never changes.
+    """The anchors of one moment, of one folder or many. It never changes; its starts[0] is 0.
 
-    Attributes:
-        slot, serial, first, starts, stride, folder, last, streams: see `AnchorRuns`; starts[0] is 0.
+    Attributes: those of `AnchorRuns`, and
         weight_sums: (R + 1,) float64 cumulative weights of the runs; None if every anchor has the same weight.
         tables: the tables that it was made from, by ascending numbers of their folders; () after pickling.
     """
 
-    slot: IntArray
-    serial: IntArray
-    first: IntArray
-    starts: IntArray
-    stride: int = 1
-    folder: IntArray | None = None
-    last: IntArray | None = None
     weight_sums: FloatArray | None = None
     tables: tuple[FolderTable, ...] = ()
-    streams: Mapping[int, Streams] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The runs without `tables`, for another process; a process that is being started maps them."""
@@ -288,7 +280,7 @@ class Index(AnchorRuns):
 def _index(shared: SharedArrays, stride: int, streams: Mapping[int, Streams] | None) -> Index:
     """The index that another process pickled."""
     slot, serial, first, starts, folder, last, weight_sums = shared.arrays
-    return Index(slot, serial, first, starts, stride, folder, last, weight_sums, (), streams)  # type: ignore[arg-type]
+    return Index(slot, serial, first, starts, stride, folder, last, streams, weight_sums=weight_sums)  # type: ignore[arg-type]
 
 
 def _first(values: IntArray, wanted: IntArray, low: IntArray, high: IntArray) -> IntArray:
