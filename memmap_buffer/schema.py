@@ -27,7 +27,7 @@ MEMBERS = 1024  # of a list, on average over the timesteps of an episode: its fi
 ENDS = ("terminated", "truncated")
 LENGTHS = "_lens_"  # before the key of padded lists: the key of their lengths
 DECLARED = ""  # in place of the name of a field that ends episodes: the field that the schema declares
-RESERVED = frozenset({"episode_lens", "episode_time", "n_step_lens", "keep_partial"})
+RESERVED = frozenset({"episode_lens", "n_step_lens", "keep_partial"})
 DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))})
 _PART = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 

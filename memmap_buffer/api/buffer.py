@@ -24,7 +24,7 @@ from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyE
 from memmap_buffer.format import creation
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.folder import UPDATE, Folder
-from memmap_buffer.format.layout import ArrayFile, Layout, spare_slots_of
+from memmap_buffer.format.layout import FEWEST_SPARE_SLOTS, ArrayFile, Layout, spare_slots_of
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.shards import require_new_place, take_free, tell_readers
 from memmap_buffer.format.storage import Storage
@@ -80,7 +80,8 @@ class ReplayBuffer(Recording, Readable):
         capacity: only the newest `capacity` timesteps are visible, in the order of their publication: a ring of steps.
         spare_slots: slots beyond `max_episodes`. A ring needs one for each episode that is written in place at a
             time, such as the open ones with `publish="step"`. None: beside a `capacity` one for every hundred of its
-            steps, at least 64 and at most 16,384, as they cost nothing there; else 1.
+            steps, at least 64 and at most 16,384, as they take no disk space until they are used; with `reserve` 64.
+            Else 1.
         durability: "process": a published episode survives everything but a crash of the machine; "power": that, too,
             by a barrier on each file.
         sync_every: with "power": this many episodes are published behind the same barriers, and get visible together.
@@ -153,7 +154,7 @@ class ReplayBuffer(Recording, Readable):
             schema,
             max_episodes,
             max_timesteps,
-            spare_slots=spare_slots,
+            spare_slots=FEWEST_SPARE_SLOTS if reserve and capacity and spare_slots is None else spare_slots,
             circular=circular,
             capacity=capacity,
             skips_resets=bool(skips_resets),

@@ -19,7 +19,7 @@ from memmap_buffer.items.streams import Streams
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders
 
-MOST_TOUCHED = 1 << 12  # calls of `follow` whose changed slots are remembered
+MOST_TOUCHED = 1 << 16  # changed slots that are remembered, about
 
 
 class LiveIndex(AnchorRuns):
@@ -91,7 +91,8 @@ class LiveIndex(AnchorRuns):
         runs = runs[runs >= 0]
         runs = runs[self._count.take(runs + self._low) > 0]
         count = self._count.take(runs + self._low)
-        return [(None, Runs(self.slot.take(runs), self.serial.take(runs), self.first.take(runs), count), self._streams)]
+        changed = Runs(self.slot.take(runs), self.serial.take(runs), self.first.take(runs), count)
+        return [(None, "", changed, self._streams)]
 
     def left_of(self, anchors: Anchors) -> Anchors:
         """The anchors that exist still, of some that it had."""
@@ -174,10 +175,10 @@ class LiveIndex(AnchorRuns):
         return True
 
     def _touch(self, slots: IntArray) -> None:
-        """Remember for `changed` slots whose anchors may have changed; after `MOST_TOUCHED` calls any slot counts."""
+        """Remember for `changed` slots whose anchors may have changed; where they are too many, any slot counts."""
         if self._touched is not None:
             self._touched.append(slots)
-            if len(self._touched) > MOST_TOUCHED:
+            if len(self._touched) * len(slots) > MOST_TOUCHED:
                 self._touched = None
 
     def _ends_of(self, runs: IntArray) -> tuple[int, int]:

@@ -12,9 +12,11 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.items.streams import Streams
 from memmap_buffer.views.anchors import Anchors, Runs
 
-# The number of a folder, None for a single one; runs of its anchors, oldest first; its streams, where items run on.
-Changed: TypeAlias = tuple[int | None, Runs, Streams | None]
+# The number of a folder, None for a single one; the id of its buffer; runs of its anchors, oldest first; its streams,
+# if items run on.
+Changed: TypeAlias = tuple[int | None, str, Runs, Streams | None]
 _SERIAL, _STOP, _PLACE = range(3)
+_NO_BLOCK = np.iinfo(np.int64).min
 
 
 class NewItems:
@@ -29,9 +31,9 @@ class NewItems:
     def __init__(self, every: int) -> None:
         self.every, self._begun = every, False
         self._waiting: deque[Anchors] = deque()
-        # By folder, (3, slots): the episode that was seen, the timestep behind its last anchor that was, and how many
-        # timesteps its stream had before it.
-        self._seen: dict[int | None, IntArray] = {}
+        # By number and id of the folder, (3, slots): the serial of the episode that was seen, the timestep behind its
+        # last anchor that was seen, and how many timesteps its stream had before it.
+        self._seen: dict[tuple[int | None, str], IntArray] = {}
 
     def take_in(self, changed: Iterable[Changed], stride: int) -> None:
         """Take in the anchors that came, in runs that may have others; those of the first call count as given.
@@ -40,34 +42,45 @@ class NewItems:
             changed: runs of each folder in which there may be new anchors.
             stride: of every run.
         """
-        for number, runs, streams in changed:
-            new = self._new(number, runs, streams, stride)
+        for number, folder_id, runs, streams in changed:
+            new = self._new(number, folder_id, runs, streams, stride)
             if self._begun and new.size:
                 self._waiting.append(new)
         self._begun = True
 
     def take(self, count: int, left_of: Callable[[Anchors], Anchors]) -> Anchors | None:
-        """Up to `count` of those that wait, which were never given before; None where none is left.
+        """Take up to `count` of the items that wait, oldest first; None if none is left. After an error all wait on.
 
-        Those that are gone are let go of: as the oldest leave first, as many wait as there are items, and few more.
+        Waiting items that are gone are dropped. The oldest leave first, so hardly more wait than there are items.
 
-        Args: left_of: those of some anchors that there still are.
+        Args: left_of: returns the anchors that exist still, of some anchors.
         """
         parts: list[Anchors] = []
-        while count and self._waiting:
-            block = self._waiting.popleft()
-            part = left_of(block.where(slice(count)))
-            if block.size > count:
-                self._waiting.appendleft(block.where(slice(count, None)))
-            count -= part.size
-            parts.append(part)
-        parts = [part for part in parts if part.size]
-        return Anchors.joined(parts) if parts else None
+        used, rest = 0, None
+        for block in self._waiting:
+            rest, used = block, used + 1
+            while rest.size and count:
+                part, rest = rest.where(slice(count)), rest.where(slice(count, None))
+                part = left_of(part)
+                count -= part.size
+                parts += [part] if part.size else []
+            if not count:
+                break
+        taken = Anchors.joined(parts) if parts else None
+        for _ in range(used):
+            self._waiting.popleft()
+        if rest is not None and rest.size:
+            self._waiting.appendleft(rest)
+        return taken
 
-    def _new(self, number: int | None, runs: Runs, streams: Streams | None, stride: int) -> Anchors:
-        """The anchors of runs that were not seen before, one of `every` timesteps."""
+    def give_back(self, taken: Anchors) -> None:
+        """Let items that could not be read wait again, before all others."""
+        self._waiting.appendleft(taken)
+
+    def _new(self, number: int | None, folder_id: str, runs: Runs, streams: Streams | None, stride: int) -> Anchors:
+        """The anchors of runs that were not seen before: of every `every` timesteps the first one."""
         slot, first = runs.slot, runs.first
-        seen = self._seen_of(number, int(slot.max(initial=-1)) + 1)
+        seen = self._seen_of((number, folder_id), int(slot.max(initial=-1)) + 1)
         is_known = seen[_SERIAL, slot] == runs.serial
         low = np.where(is_known, seen[_STOP, slot], first)
         seen[_STOP, slot[~is_known]] = first[~is_known]
@@ -78,24 +91,33 @@ class NewItems:
         last = first + (runs.count - 1) * stride
         last = last if runs.last is None else np.minimum(last, runs.last)
         seen[_STOP, slot] = np.maximum(low, last + 1)  # of several runs of an episode that of the last
-        before = np.clip(-((first - low) // stride), 0, runs.count)  # anchors of each run that were seen
+        # The anchors of each run that were seen. At the first call all count as seen: then no anchor is listed.
+        before = np.clip(-((first - low) // stride), 0, runs.count) if self._begun else runs.count
         count = runs.count - before
         run = np.repeat(np.arange(len(slot)), count)
         i = np.arange(len(run)) - (np.cumsum(count) - count - before).take(run)
         t = np.minimum(first.take(run) + i * stride, last.take(run))
-        place, seen_last = seen[_PLACE, slot.take(run)], np.maximum(t - stride, low.take(run) - 1)
-        is_first = (place + t) // self.every != (place + seen_last) // self.every
+        # The block of `every` timesteps that each anchor is in, and that of the anchor before it in its episode, or of
+        # the step before it in its stream.
+        place = seen[_PLACE, slot]
+        seen_block = (place + np.where(is_known, low, 0) - 1) // self.every
+        seen_block = np.where(is_known | (streams is not None), seen_block, _NO_BLOCK)
+        block, slot_of = (place.take(run) + t) // self.every, slot.take(run)
+        block_before, begins = np.roll(block, 1), slot_of != np.roll(slot_of, 1)
+        begins[:1] = True
+        block_before[begins] = seen_block.take(run[begins])
+        is_first = block != block_before
         run, t = run[is_first], t[is_first]
         folder = None if number is None else np.full(len(run), number)
         return Anchors(folder, slot.take(run), runs.serial.take(run), t)
 
-    def _seen_of(self, number: int | None, size: int) -> IntArray:
-        seen = self._seen.get(number)
+    def _seen_of(self, folder: tuple[int | None, str], size: int) -> IntArray:
+        seen = self._seen.get(folder)
         if seen is None or seen.shape[1] < size:
             before, seen = seen, np.full((3, 2 * size), -1)
             if before is not None:
                 seen[:, : before.shape[1]] = before
-            self._seen[number] = seen
+            self._seen[folder] = seen
         return seen
 
     @staticmethod

@@ -368,7 +368,7 @@ def _check_top_k(top_k: object, schema: Schema) -> None:
 
 def _check_number(where: str, name: str | None, schema: Schema) -> None:
     """Raise SchemaError, about the option `where`: `name` is no column of single numbers."""
-    if name in (None, *EPISODE_COLUMNS):
+    if name is None or (name in EPISODE_COLUMNS and name not in schema.meta_fields):
         return
     if name not in schema.meta_fields:
         raise schema.unknown(name, where, [*schema.meta_fields, *EPISODE_COLUMNS])

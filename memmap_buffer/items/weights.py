@@ -27,11 +27,12 @@ EPISODE_COLUMNS = ("episode_lens", "episode_time")  # timesteps; time of publica
 
 def episode_column(storage: Storage, table: EpisodeTable, name: str, slots: IntArray) -> Array:
     """(n, …) a meta field, or one of `EPISODE_COLUMNS`, of the episodes in `slots` (n,)."""
+    field = storage.layout.schema.meta_fields.get(name)
+    if field is not None:  # it may be called "episode_time", and comes first
+        return decode(storage.maps.meta[name][slots], field.dtype)
     if name == "episode_lens":
         return table.length[slots] - table.start[slots]
-    if name == "episode_time":
-        return published_at(storage, slots)
-    return decode(storage.maps.meta[name][slots], storage.layout.schema.meta_fields[name].dtype)
+    return published_at(storage, slots)
 
 
 def published_at(storage: Storage, slots: IntArray) -> IntArray:
@@ -42,9 +43,9 @@ def published_at(storage: Storage, slots: IntArray) -> IntArray:
 class EpisodeColumns(Mapping[str, Array]):
     """The columns of the E episodes that have anchors: (E,) or (E, …), folder by folder, oldest first.
 
-    A column is read when it is asked for. Its names: all meta fields; `EPISODE_COLUMNS`; and, unless a meta field has
-    the name, "serial"; "items", the number of items; "age", the number of newer episodes among these, by time of
-    publication if there are several folders.
+    A column is read when it is asked for. Its names: all meta fields; and, unless a meta field has the name,
+    `EPISODE_COLUMNS`; "serial"; "items", the number of items; "age", the number of newer episodes among these, by time
+    of publication if there are several folders.
 
     Args:
         numbered: the folders.
@@ -86,7 +87,8 @@ class EpisodeColumns(Mapping[str, Array]):
             raise self._schema.unknown(name, "weight_by", self._names)
         order = np.arange(len(self["serial"]))
         if len(self._folders) > 1:
-            order = np.argsort(self["episode_time"], kind="stable")
+            times = [published_at(storage, slots) for storage, _, slots, _ in self._folders]
+            order = np.argsort(np.concatenate(times), kind="stable")
         age = np.empty_like(order)
         age[order] = np.arange(len(order))[::-1]
         return age

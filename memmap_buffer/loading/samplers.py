@@ -18,7 +18,7 @@ from memmap_buffer.format.episode_table import EpisodeTable
 from memmap_buffer.format.syscalls import renew_after_fork
 from memmap_buffer.items.index import AnchorRuns, Index
 from memmap_buffer.items.live_index import LiveIndex
-from memmap_buffer.items.new_items import NewItems
+from memmap_buffer.items.new_items import Changed, NewItems
 from memmap_buffer.items.shuffle import Quota
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.views.anchors import Anchors
@@ -90,7 +90,8 @@ class UniformSampler:
         self._live: LiveIndex | None = None
         self._block = Block()
         self._new: NewItems | None = None
-        self._looked: dict[int, EpisodeTable] = {}  # by folder, the tables of the index whose new items were taken in
+        self._looked_at: AnchorRuns | None = None  # the index whose new items were taken in last
+        self._looked: dict[int, EpisodeTable] = {}  # by folder, its tables
 
     def next(
         self,
@@ -124,7 +125,8 @@ class UniformSampler:
                 live = None
             source = self.reader.index(refresh=True) if live is None else live
             of, block, count = (source if live is None else live.mark, batch_size), self._block, 1
-            new = None if new_every is None else self._take_new(source, batch_size, new_every)
+            queue = None if new_every is None else self._queue(source, new_every)
+            new = None if queue is None else queue.take(batch_size, source.left_of)
             if new is not None:
                 alone, records = True, self._with_others(source, new, batch_size, rng)
             elif distinct:
@@ -144,6 +146,8 @@ class UniformSampler:
                 self._position += count * batch_size
             if self._quota is not None:  # while the lock is held, so that shares are exact over all threads
                 return self._read(None if alone else of, records, count, batch_size)
+        if queue is not None and new is not None:
+            return self._read_new(queue, new, records, batch_size)
         return self._read(None if alone else of, records, count, batch_size)
 
     def _read(self, of: tuple[object, int] | None, records: Found | Anchors, count: int, batch_size: int) -> Columns:
@@ -214,22 +218,33 @@ class UniformSampler:
         """
         return self.next(batch_size, rng, new_every=new_every)
 
-    def _take_new(self, source: AnchorRuns, count: int, every: int) -> Anchors | None:
-        """Up to `count` of the new items that wait, after those that came since the last call were taken in."""
+    def _queue(self, source: AnchorRuns, every: int) -> NewItems:
+        """The queue of new items, after those that came since the last call were taken in."""
         self._require_alike(source, "new_every gives")
-        new, stride = self._new, self.reader.selection.view.stride
-        begins = new is None or new.every != every
-        if new is None or begins:
-            self._looked, new = {}, NewItems(every)
-        if isinstance(source, Index):
-            changed = source.changed(self._looked)
-            self._looked = {each.number: each.table for each in source.tables}
-        else:
-            assert isinstance(source, LiveIndex)
+        queue, selection = self._new, self.reader.selection
+        begins = queue is None or queue.every != every
+        if queue is None or begins:
+            queue, self._looked_at, self._looked = NewItems(every), None, {}
+        changed: list[Changed] = []
+        if isinstance(source, LiveIndex):
             changed = source.changed(anew=begins)
-        new.take_in(changed, stride)
-        self._new = new
-        return new.take(count, source.left_of)
+        elif source is not self._looked_at:
+            assert isinstance(source, Index)
+            own = selection.by_episode or selection.view.continues  # else another folder, or a mark, may change them
+            changed = source.changed(self._looked if own else {})
+        queue.take_in(changed, selection.view.stride)
+        if isinstance(source, Index):
+            self._looked_at, self._looked = source, {each.number: each.table for each in source.tables}
+        self._new = queue
+        return queue
+
+    def _read_new(self, queue: NewItems, new: Anchors, records: Found | Anchors, batch_size: int) -> Columns:
+        """The batch that begins with new items; if it cannot be read, they wait again."""
+        try:
+            return self._read(None, records, 1, batch_size)
+        except BaseException:
+            queue.give_back(new)
+            raise
 
     def _with_others(self, source: AnchorRuns, new: Anchors, count: int, rng: np.random.Generator) -> Found:
         """New items, and as many others as are missing from the batch, drawn with replacement."""

@@ -138,6 +138,15 @@ class TestFilters:
         length = {serial: serial + 2 for serial in range(6)}
         assert len(steps(buffer, filter_meta=conditions)) == sum(length[serial] for serial in served)
 
+    def test_a_meta_field_called_as_the_time_of_publication_is_meant_by_its_name(self, tmp_path):
+        buffer = ReplayBuffer(tmp_path, 9, 3, {"x": "int"}, {"episode_time": "int"})
+        for number in range(4):
+            buffer.store_episode(x=[number], episode_time=number)
+        assert steps(buffer, filter_meta={"episode_time": 2}) == [2]
+        assert steps(buffer, top_k=("episode_time", 1)) == [3]
+        drawn = buffer.sample(99, timestep_level=True, weight_by=lambda columns: columns["episode_time"] == 1)
+        assert {*drawn["x"].tolist()} == {1}
+
     @pytest.mark.parametrize(
         ("conditions", "served"),
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,22 @@ import pytest
 from inside import folders_of
 from interruptions import interrupted
 
-from memmap_buffer import ConcatBuffer, Field, NotEnoughDataError, NStep, RandomCrop, ReplayBuffer, Timestep, Window
-from memmap_buffer.items import live_index
+from memmap_buffer import (
+    ConcatBuffer,
+    Field,
+    NotEnoughDataError,
+    NStep,
+    Offsets,
+    RandomCrop,
+    ReplayBuffer,
+    Timestep,
+    Window,
+)
+from memmap_buffer.items import live_index, marked, new_items
 from memmap_buffer.items.live_index import LiveIndex
 from memmap_buffer.items.selection import Selection
+from memmap_buffer.loading.batch_reader import BatchReader
+from memmap_buffer.views.anchors import Anchors
 
 FIELDS = {"observation": Field("float32", (2,), final=True), "step": "int", "terminated": "bool", "truncated": "bool"}
 Items = list[tuple[int, ...]]
@@ -45,7 +58,7 @@ def every_item(buffer: Any, view: Any) -> Items:
 
 
 def serials_of(changed: Any) -> list[int]:
-    return [serial for _, runs, _ in changed for serial in runs.serial.tolist()]
+    return [serial for *_, runs, _ in changed for serial in runs.serial.tolist()]
 
 
 class Waiting:
@@ -238,3 +251,76 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path, options: Any, matc
     add(buffer, [False])
     with pytest.raises(ValueError, match=match):
         buffer.sample(1, timestep_level=True, **options)
+
+
+def test_of_each_block_of_timesteps_the_first_item_is_given_wherever_the_first_anchor_is(tmp_path: Path) -> None:
+    """Views that need steps before their anchor, and steps that a filter leaves out."""
+    buffer = ReplayBuffer(tmp_path, 50, 20, {"x": "int", "valid": "bool"}, circular=True)
+    offsets = {"view": Offsets({"x": [-3, 0]}, boundary="drop"), "every": 5}
+    assert len(drawn_steps(buffer, 4, 1, **offsets)) == 1
+    for _ in range(4):
+        buffer.store_episode(x=range(4), valid=np.ones(4))
+    assert drawn_steps(buffer, 0, 4, **offsets) == [(serial, 3) for serial in (1, 2, 3, 4)]
+    steps = {"view": Timestep(), "every": 5}
+    drawn_steps(buffer, 4, 1, **steps)
+    buffer.store_episode(x=range(10), valid=np.isin(range(10), [0, 1, 7, 8, 9]))
+    assert drawn_steps(buffer, 0, 2, **steps) == [(6, 0), (6, 7)]
+
+
+def drawn_steps(buffer: ReplayBuffer, length: int, count: int, view: Any, every: int) -> Items:
+    if length:
+        buffer.store_episode(x=range(length), valid=np.ones(length))
+    return drawn(buffer, count, view, every)
+
+
+@pytest.mark.parametrize(("kind", "method"), [(BatchReader, "read"), (LiveIndex, "left_of")])
+def test_items_that_could_not_be_read_wait_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, method: str
+) -> None:
+    buffer = ReplayBuffer(tmp_path, 50, 20, {"x": "int"}, circular=True)
+    options: dict[str, Any] = {"timestep_level": True, "new_every": 1, "format": "numpy"}
+    buffer.store_episode(x=[-1])
+    buffer.sample(1, **options)
+    buffer.store_episode(x=range(20))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="once"):
+        patch.setattr(kind, method, lambda *_: raise_interrupt())
+        buffer.sample(5, **options)
+    assert buffer.sample(20, **options)["x"].tolist() == [*range(20)]
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt("once")
+
+
+def test_the_first_call_lists_no_item_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = ReplayBuffer(tmp_path, 50, 20, {"x": "int"}, circular=True)
+    buffer.store_episode(x=range(20))
+    listed: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(new_items, "Anchors", lambda *columns: listed.append(len(columns[1])) or Anchors(*columns))
+        buffer.sample(1, timestep_level=True, new_every=1)
+    assert listed == [0]
+
+
+def test_a_shard_that_was_made_anew_has_new_items_and_a_mark_makes_some_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(marked, "LOOK_SECONDS", 0.0)
+    shard = tmp_path / "shard-00000"
+    fields, options = {"x": "int"}, {"timestep_level": True, "new_every": 1, "format": "numpy"}
+    with ReplayBuffer(shard, 8, 20, fields) as buffer:
+        buffer.store_episode(x=range(10))
+    root = ConcatBuffer.from_root(tmp_path)
+    root.sample(1, **options)
+    with ReplayBuffer(shard, 8, 20, fields, overwrite=True) as buffer:
+        buffer.store_episode(x=range(100, 110))
+    os.utime(tmp_path)
+    assert root.sample(10, **options)["x"].tolist() == [*range(100, 110)]
+    with ReplayBuffer(shard, 8, 20, fields) as buffer:
+        buffer.store_episode(x=[1])
+        buffer.store_episode(x=[20, 21])
+        buffer.mark([1], add=["good"])
+        options["mark"] = "good"
+        buffer.sample(1, **options)
+        buffer.mark([2], add=["good"])
+        assert buffer.sample(2, **options)["x"].tolist() == [20, 21]
