@@ -56,6 +56,7 @@ from memmap_buffer.remote.layout import (
     head_object,
     is_head_file,
     is_shard_name,
+    joined_name,
     make_head,
     version_of,
 )
@@ -130,10 +131,13 @@ def publish_packed(
         RemoteError: the store fails.
     """
     shard, head, contents, marks = _described(packed)
-    if _was_joined(objects, name, shard, read_root(objects)):
+    root = read_root(objects)
+    if _was_joined(objects, name, shard, root):
         return
+    # A collector removes `shard.json`, and what it names, of a shard that others are joined into until that is listed.
+    is_kept = root.has(name, shard.version) or name != joined_name(shard.id)
     try:
-        _upload(packed, objects, name, shard, contents, marks)
+        _upload(packed, objects, name, shard, contents, marks, is_kept)
     except RemoteError as error:
         if not error.missing or error.asked != "write":
             raise
@@ -253,10 +257,15 @@ def _described(packed: Path) -> tuple[Shard, bytes, Contents, FileMarks]:
     return shard, head, contents, marks
 
 
-def _upload(packed: Path, objects: Objects, name: str, shard: Shard, contents: Contents, marks: FileMarks) -> None:
-    """Have all that a shard consists of stand in the store."""
+def _upload(
+    packed: Path, objects: Objects, name: str, shard: Shard, contents: Contents, marks: FileMarks, is_kept: bool
+) -> None:
+    """Have all that a shard consists of stand in the store.
+
+    Args: is_kept: no collector removes its `shard.json`, nor what that names.
+    """
     _require_same_buffer(objects, name, shard, there := read_shard(objects, f"{name}/{SHARD}"))
-    is_named = there is not None and there.version == shard.version
+    is_named = is_kept and there is not None and there.version == shard.version
     for _ in range(LOOKS):
         sent, replaced = _send(objects, shard.prefix(name), contents, math.inf if is_named else REUSE_SECONDS)
         if replaced:
@@ -265,8 +274,12 @@ def _upload(packed: Path, objects: Objects, name: str, shard: Shard, contents: C
             break
     if marks != {file: Folder(packed).marks(file) for file in marks}:
         raise CorruptBufferError(f"{packed}: its files changed while they were sent; publish it again", path=packed)
-    if there != shard:
+    if there != shard or not is_kept:
         objects.write(f"{name}/{SHARD}", shard.to_json())
+    if there is not None and not is_kept:
+        settle()
+        if read_shard(objects, f"{name}/{SHARD}") != shard:
+            objects.write(f"{name}/{SHARD}", shard.to_json())
 
 
 def settle() -> None:

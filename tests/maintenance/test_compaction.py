@@ -391,6 +391,63 @@ def test_parts_are_collected_once_they_were_listed_as_joined_for_so_long(url: st
     assert len(episodes(url, tmp_path / "back")) == 2 * SHARDS + 4 * 9
 
 
+@pytest.fixture
+def killed_before_it_was_listed(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A root at which all is old, with a joined shard of which only `root.json` does not tell."""
+
+    write = Objects.write
+
+    def written(self: Objects, path: str, data: Any) -> None:
+        if path == "root.json":
+            raise Killed("before")
+        write(self, path, data)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed, match="before"):
+        patch.setattr(Objects, "write", written)
+        compact(url)
+    make_old(tmp_path / "url")
+    return url
+
+
+def test_a_collector_that_planned_before_removes_nothing_of_what_is_joined_meanwhile(
+    killed_before_it_was_listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, remove, one_at_a_time = killed_before_it_was_listed, Objects.remove_older, threading.Lock()
+    planned = collect_garbage(url, dry_run=True)
+
+    def late(self: Objects, path: str, seconds: float) -> bool:
+        with one_at_a_time:
+            compact(url)  # before the first of them
+        return remove(self, path, seconds)
+
+    monkeypatch.setattr(Objects, "remove_older", late)
+    gone = collect_garbage(url)
+    (joined,) = shards_at(url)
+    assert f"{joined}/shard.json" in planned
+    assert not [path for path in gone if path.startswith(joined)]
+    assert len(episodes(url, tmp_path / "back")) == 2 * SHARDS
+    assert [*shards_at(f"{url}/{joined}")] == [""]
+
+
+def test_what_a_collector_is_about_to_remove_while_it_is_written_is_there_in_the_end(
+    killed_before_it_was_listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collector that looked before something was written removes it before `settle` returns."""
+    url, waits = killed_before_it_was_listed, itertools.count()
+    (place,) = (tmp_path / "url").glob("joined-*")
+
+    def remove() -> None:
+        next(waits)
+        for path in (*place.glob("*/head.bin"), *place.glob("*/data/*"), place / "shard.json"):
+            path.unlink(missing_ok=True)
+
+    monkeypatch.setattr(publishing, "settle", remove)
+    compact(url)
+    assert next(waits) == 2
+    assert len(episodes(url, tmp_path / "back")) == 2 * SHARDS
+    assert [*shards_at(f"{url}/{place.name}")] == [""]
+
+
 def test_what_cannot_be_joined_says_why(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"memory://\S+: this store cannot replace the list of shards only if"):
         compact(f"memory://{tmp_path}")
