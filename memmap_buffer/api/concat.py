@@ -20,7 +20,7 @@ from memmap_buffer.api.reading import Readable
 from memmap_buffer.choices import QUANTILES, OnDamaged
 from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.format.folder import Folder, folders_in
-from memmap_buffer.format.shards import Shards, is_whole, shard_numbers
+from memmap_buffer.format.shards import Shards, is_read_by_number, is_whole
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.views.folders import Folders
@@ -154,7 +154,7 @@ class ConcatBuffer(Readable):
                 f"{root}: this is a buffer, not a folder of buffers; open it by ReplayBuffer.from_folder", path=root
             )
         shards = Shards(root, on_damaged)
-        if weights is None and next(shard_numbers(root), None) is not None:
+        if weights is None and is_read_by_number(root):
             buffer = cls.__new__(cls)
             Readable.__init__(buffer, Folders.of_root(shards, fields))
             return buffer

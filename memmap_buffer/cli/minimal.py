@@ -67,6 +67,8 @@ def shards_of(folder: Path) -> list[Path]:
     if (folder / "schema.json").exists():
         return []
     buffers = sorted(path.parent for path in folder.glob("*/schema.json"))
+    if any(re.fullmatch(r"joined-[0-9a-f]{32}", path.name) for path in buffers):  # as `ConcatBuffer.from_root` does
+        return buffers
     return [path for path in buffers if re.fullmatch(r"shard-[0-9]{5}", path.name)] or buffers
 
 

@@ -25,7 +25,9 @@ from memmap_buffer.paths import path_of
 MAX_SHARDS = 100_000
 SETTLED_NS = 100_000_000  # two changes of a folder within a tick of the clock bear the same time
 log = logging.getLogger("memmap_buffer")
+JOINED = "joined-"  # and the id of a shard that others were joined into
 _NAME = re.compile(r"shard-([0-9]{5})")
+_JOINED_NAME = re.compile(rf"{JOINED}[0-9a-f]{{32}}")
 Key: TypeAlias = tuple[int, int, int]
 
 
@@ -237,6 +239,17 @@ def shard_numbers(root: Path) -> Iterator[int]:
     """The numbers of a root's shards, finished or not, ascending."""
     matches = (_NAME.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
     yield from sorted(int(match[1]) for match in matches if match is not None)
+
+
+def is_joined_name(name: str) -> bool:
+    """Whether it is the name of a shard that others were joined into."""
+    return _JOINED_NAME.fullmatch(name) is not None
+
+
+def is_read_by_number(root: Path) -> bool:
+    """Whether a root is read by the numbers of its shards: it has some, and none that others were joined into."""
+    has_joined = root.is_dir() and any(is_joined_name(path.name) for path in root.iterdir())
+    return not has_joined and next(shard_numbers(root), None) is not None
 
 
 def require_new_place(folder: Folder) -> None:

@@ -41,6 +41,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from memmap_buffer.errors import SchemaError
+from memmap_buffer.format.shards import is_joined_name
 from memmap_buffer.maintenance.publish import ENTRY
 from memmap_buffer.paths import url_of
 from memmap_buffer.progress import progress
@@ -49,7 +50,6 @@ from memmap_buffer.remote.layout import (
     ENTRIES,
     HEAD,
     HEADS,
-    JOINED,
     ROOT,
     SHARD,
     Root,
@@ -65,7 +65,6 @@ TOGETHER = 16  # objects that are removed at a time
 _FILES = rf"(data/[^/]+|{re.escape(HEAD)}|{re.escape(BLOCKS_FILE)})"
 _VERSION = re.compile(rf"(?P<name>[^/]+)/(?P<version>[0-9a-f]{{32}})/{_FILES}(\.[0-9]+\.new)?")
 _SHARD = re.compile(rf"([^/]+)/{re.escape(SHARD)}")
-_JOINED = re.compile(rf"{JOINED}[0-9a-f]{{32}}")
 _HEAD = re.compile(rf"{HEADS}/[0-9a-f]{{32}}\.bin")
 _NEW = re.compile(rf"({ROOT}|[^/]+/{SHARD}|{HEADS}/[^/]+|{ENTRIES}/[^/]+|[^/]+/[0-9a-f]{{32}}/.+)\.[0-9]+\.new")
 Listing = Mapping[str, Stored]
@@ -194,7 +193,7 @@ def _versions(objects: Objects, listing: Listing, root: Root, seconds: float) ->
         and (root.holder(name) not in root.shards or _is_listed_for(listing, root, name, seconds))
     }
     described = {match[1]: path for path in listing if (match := _SHARD.fullmatch(path))}
-    names = {name for name, _ in unnamed} | {name for name in described if name in root.joined or _JOINED.match(name)}
+    names = {name for name, _ in unnamed} | {name for name in described if name in root.joined or is_joined_name(name)}
     shards = {
         name: read_shard(objects, path)
         for name, path in described.items()
@@ -221,7 +220,7 @@ def _is_over(root: Root, name: str, id: str | None = None) -> bool:
     """Whether a shard, of this id if it is described, was joined, or is what others would have been joined into."""
     if name in root.shards:
         return False
-    return _JOINED.fullmatch(name) is not None if id is None else name in root.joined or name == joined_name(id)
+    return is_joined_name(name) if id is None else name in root.joined or name == joined_name(id)
 
 
 def _removed(objects: Objects, garbage: list[_Garbage], seconds: float) -> Iterator[_Garbage]:

@@ -21,7 +21,7 @@ from memmap_buffer.maintenance.publish import locked
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.progress import progress
 from memmap_buffer.remote.cache import Cache, fetched
-from memmap_buffer.remote.layout import PIECE, ROOT, Shard, num_blocks
+from memmap_buffer.remote.layout import PIECE, ROOT, Root, Shard, num_blocks
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.remote.published import Published, nothing_at, read_root, read_shard, require_digests
 from memmap_buffer.remote.shards import CACHE
@@ -72,14 +72,14 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
     Raises:
         NotABufferError: nothing was published there.
         SchemaMismatchError: `folder` holds another buffer, or another version of this one; or the URL is of a root, and
-            `folder` is a buffer itself.
+            `folder` is a buffer itself, or holds shards that `compact` has joined since.
         CorruptBufferError: what was published is damaged; or a file that is not ours is in the way.
         RemoteError: the store fails.
         OSError: the disk is full, say.
     """
     objects, target = Objects(url_of(url), storage_options), path_of(folder)
-    shards = shards_of(objects)
-    place = Folder(target)
+    root, place = read_root(objects), Folder(target)
+    shards = _shards_of(objects, root)
     if "" in shards:
         require_new_place(place)
     else:
@@ -92,17 +92,32 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
                 "new folder",
                 path=target,
             )
+        _require_no_parts(objects, root, place)
     for name, shard in shards.items():
         pull_shard(Published(objects, shard, name), target / name)
 
 
 def shards_of(objects: Objects) -> dict[str, Shard]:
     """The shards of a store, as `shards_at` returns them."""
-    if shards := read_root(objects).shards:
-        return dict(shards)
+    return _shards_of(objects, read_root(objects))
+
+
+def _shards_of(objects: Objects, root: Root) -> dict[str, Shard]:
+    if root.shards:
+        return dict(root.shards)
     if (shard := read_shard(objects)) is not None:
         return {"": shard}
     raise nothing_at(objects, ROOT)
+
+
+def _require_no_parts(objects: Objects, root: Root, place: Folder) -> None:
+    """Raise SchemaMismatchError where shards stand that were joined with others since they were pulled."""
+    if parts := [name for name in root.joined if place.exists(f"{name}/schema.json")]:
+        raise SchemaMismatchError(
+            f"{place.path / parts[0]}: its episodes are in {root.holder(parts[0])} of {objects} by now, and would be "
+            f"there twice; pull to a new folder, or remove what was joined ({len(parts)} folders)",
+            path=place.path,
+        )
 
 
 def pull_shard(published: Published, path: Path) -> None:

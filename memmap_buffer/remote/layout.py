@@ -47,6 +47,7 @@ import numpy as np
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.layout import ArrayFile, Layout
+from memmap_buffer.format.shards import JOINED
 from memmap_buffer.format.source import BLOCK
 
 ROOT, SHARD, HEAD, BLOCKS_FILE, HEADS = "root.json", "shard.json", "head.bin", "blocks.npy", "heads"
@@ -56,7 +57,7 @@ VALUE_BYTES = 12  # the fewest bytes a value in JSON, on average: `[]` takes 20 
 MERGED, MERGED_BYTES = 1024, 1 << 26  # the most shards, and bytes, whose heads become one object
 MAX_HEAD_BYTES = 1 << 31
 PIECE = 16  # the most neighbouring blocks in one request
-ENTRIES, DATA, JOINED = "entries", "data/", "joined-"
+ENTRIES, DATA = "entries", "data/"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILE = re.compile(r"(schema\.json|(episodes|state|checksums)\.npy|(meta|extra)/[A-Za-z0-9][A-Za-z0-9._-]*)")
 _HEX = re.compile(r"[0-9a-f]{32}")

@@ -35,6 +35,7 @@ from memmap_buffer import (
     shards_at,
     verify,
 )
+from memmap_buffer.cli.minimal import shards_of
 from memmap_buffer.maintenance import publish as publishing
 from memmap_buffer.remote import objects as requests
 from memmap_buffer.remote import shards
@@ -446,6 +447,24 @@ def test_what_a_collector_is_about_to_remove_while_it_is_written_is_there_in_the
     assert next(waits) == 2
     assert len(episodes(url, tmp_path / "back")) == 2 * SHARDS
     assert [*shards_at(f"{url}/{place.name}")] == [""]
+
+
+def test_a_copy_of_a_root_is_read_whole_and_none_of_before_is_mixed_with_it(url: str, tmp_path: Path) -> None:
+    pull(url, tmp_path / "before")
+    publish(record(tmp_path / "shard-00007", 100, count=9, longest=60), url)
+    (joined,) = compact(url, max_bytes=2 * max(shard.num_bytes for shard in list(shards_at(url).values())[:SHARDS]))
+    pull(url, tmp_path / "back")
+    pull(url, tmp_path / "back")  # again: nothing is done
+    copy = ConcatBuffer.from_root(tmp_path / "back")
+    assert {folder.name for folder in copy.folders} == {*shards_at(url)} > {joined}
+    assert tasks(copy) == tasks(ConcatBuffer.from_root(url, cache=tmp_path / "cache"))
+    assert [folder.name for folder in shards_of(tmp_path / "back")] == sorted(shards_at(url))
+    parts = sorted(path.name for path in (tmp_path / "before").iterdir())
+    with pytest.raises(
+        SchemaMismatchError, match=rf"before/shard-0000\d: its episodes are in {joined} .*new folder, or"
+    ):
+        pull(url, tmp_path / "before")
+    assert sorted(path.name for path in (tmp_path / "before").iterdir()) == parts
 
 
 def test_what_cannot_be_joined_says_why(tmp_path: Path) -> None:
