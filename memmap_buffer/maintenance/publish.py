@@ -137,13 +137,18 @@ def publish_packed(
     # A collector removes `shard.json`, and what it names, of a shard that others are joined into until that is listed.
     is_kept = root.has(name, shard.version) or name != joined_name(shard.id)
     try:
-        _upload(packed, objects, name, shard, contents, marks, is_kept)
+        before = _upload(packed, objects, name, shard, contents, marks, is_kept)
     except RemoteError as error:
         if not error.missing or error.asked != "write":
             raise
         text = f"{objects}: there is no such bucket, or folder, to write to ({error.url}: {error.came})"
         raise RemoteError(f"{text}; make it, or check the URL", **error.named) from None
-    _list(objects, name, shard, head, joined)
+    try:
+        _list(objects, name, shard, head, joined)
+    except SchemaMismatchError:
+        if before is not None:  # if it was joined meanwhile, readers look here for the version that was
+            objects.write(f"{name}/{SHARD}", before.to_json())
+        raise
     _send(objects, shard.prefix(name), contents, math.inf)  # what a collector removed meanwhile
 
 
@@ -259,10 +264,11 @@ def _described(packed: Path) -> tuple[Shard, bytes, Contents, FileMarks]:
 
 def _upload(
     packed: Path, objects: Objects, name: str, shard: Shard, contents: Contents, marks: FileMarks, is_kept: bool
-) -> None:
+) -> Shard | None:
     """Have all that a shard consists of stand in the store.
 
     Args: is_kept: no collector removes its `shard.json`, nor what that names.
+    Returns: what `shard.json` said before.
     """
     _require_same_buffer(objects, name, shard, there := read_shard(objects, f"{name}/{SHARD}"))
     is_named = is_kept and there is not None and there.version == shard.version
@@ -280,6 +286,7 @@ def _upload(
         settle()
         if read_shard(objects, f"{name}/{SHARD}") != shard:
             objects.write(f"{name}/{SHARD}", shard.to_json())
+    return there
 
 
 def settle() -> None:

@@ -280,7 +280,7 @@ class Root:
 
         Args:
             before: the root as the reader has read it.
-            shard_of: the facts about a shard that was joined, too, and that the reader never had.
+            shard_of: the facts about the newest version of a shard; one that was not joined is not read.
         """
         kept = {name: shard for name, shard in before.shards.items() if name in self.joined}
         if not kept:
@@ -292,8 +292,10 @@ class Root:
         shards = {}
         for name in self.order:
             shard = self.shards.get(name) or kept.get(name)
-            if shard is None and name not in apart and self.joined[name][0] in apart:
-                shard = shard_of(name)
+            is_joined_here = name not in apart and name in self.joined and self.joined[name][0] in apart
+            if is_joined_here and (shard is None or shard.version != self.joined[name][1]):
+                newest = shard_of(name)
+                shard = newest if newest is not None and newest.version == self.joined[name][1] else shard
             if shard is not None and name not in apart:
                 shards[name] = shard
         return replace(self, shards=shards, heads={**before.heads, **self.heads})

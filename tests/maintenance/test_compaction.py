@@ -79,6 +79,12 @@ def record(folder: Path, first: int, count: int = 2, longest: int = 9) -> Path:
     return folder
 
 
+def extend(folder: Path, task: int) -> None:
+    """Record one more episode."""
+    with ReplayBuffer.from_folder(folder) as buffer:
+        buffer.store_episode(x=[1], text=["new"], image=[np.zeros((4, 4))], boxes=[[]], terminated=[1], task=task)
+
+
 def make(place: Path, url: str, options: dict[str, Any] | None = None, first: int = 0) -> None:
     for number in range(first, first + SHARDS):
         publish(record(place / f"shard-{number:05}", 10 * number), url, storage_options=options)
@@ -275,6 +281,37 @@ def test_a_reader_that_has_parts_open_goes_on_with_them_and_misses_nothing(url: 
         ReplayBuffer.from_folder(f"{url}/shard-00000", cache=tmp_path / "other")
 
 
+def test_a_reader_that_has_a_part_open_reads_the_versions_that_were_joined(
+    url: str, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of the part that it has open, and of one that changed just before it was joined, which is refused."""
+    far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
+    tasks(far)
+    changed = tmp_path / "shard-00001"
+    shutil.copytree(template / changed.name, changed)
+    extend(changed, 99)
+    publish(changed, url)
+    publish(record(tmp_path / "shard-00007", 70), url)
+    write, seen = Objects.write, list[list[int]]()
+    extend(tmp_path / "shard-00007", 79)
+
+    def written(self: Objects, path: str, data: Any) -> None:
+        write(self, path, data)
+        if path == "shard-00007/shard.json":
+            patch.undo()
+            compact(url)
+            seen.append(tasks(far))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Objects, "write", written)
+        with pytest.raises(SchemaMismatchError, match="shard-00007: it was joined with others"):
+            publish(tmp_path / "shard-00007", url)
+    assert tasks(far) == tasks(ConcatBuffer.from_root(url, cache=tmp_path / "other"))
+    assert {99, 70, 71} < {*tasks(far)}
+    assert 99 in seen[0]
+    assert 79 not in seen[0]
+
+
 def test_the_state_of_an_epoch_is_taken_up_by_who_has_the_parts_and_refused_by_others(url: str, tmp_path: Path) -> None:
     far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
     options = {"batch_size": 3, "timestep_level": True, "shuffle": True, "seed": 1, "fields": ("x",)}
@@ -343,8 +380,7 @@ def test_a_version_that_is_published_meanwhile_ends_it_and_stays(
     def written(self: Objects, path: str, data: Any) -> None:
         write(self, path, data)
         if path.startswith("joined-") and path.endswith("shard.json"):
-            with ReplayBuffer.from_folder(tmp_path / "shard-00001") as buffer:
-                buffer.store_episode(x=[1], text=["new"], image=[np.zeros((4, 4))], boxes=[[]], terminated=[1], task=99)
+            extend(tmp_path / "shard-00001", 99)
             publish(tmp_path / "shard-00001", url)
 
     with (
