@@ -92,7 +92,7 @@ class Recoding:
             max_timesteps,
             rows=rows,
             blobs={
-                name: slots * _room(field, max_timesteps)
+                name: slots * blob_room(field, max_timesteps)
                 if field.is_list
                 else (int(rows or 0) + slots * field.final) * field.itemsize
                 for name, field in fields.items()
@@ -147,7 +147,7 @@ def copy_rows(
     """
     field, coded = layout.schema.fields[name], source.maps.coded.get(name)
     before = after = EMPTY
-    is_raw, room = not field.is_coded and coded is None, _room(field, layout.max_timesteps)
+    is_raw, room = not field.is_coded and coded is None, blob_room(field, layout.max_timesteps)
     step = max(1, (CHUNK if is_raw else CODED_CHUNK) // field.itemsize)
     offset = slot * room if field.is_list else row * field.itemsize
     for begin in range(rows.start, rows.stop, step):
@@ -187,7 +187,7 @@ def copy_rows(
     return Copied(checksum_of(before), checksum_of(after))
 
 
-def _room(field: Field, max_timesteps: int) -> int:
+def blob_room(field: Field, max_timesteps: int) -> int:
     """The bytes that the blobs of one episode may take."""
     return (max_timesteps + field.final) * field.blob_bytes
 

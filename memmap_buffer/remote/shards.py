@@ -163,23 +163,9 @@ class RemoteShards:
         return [storages[numbers[name]] for name in sorted(numbers) if numbers[name] in storages]
 
     def _numbers(self) -> dict[str, int]:
-        """Name -> number of each shard: the number in its name, unless a shard before it in the list has it; else the
-        highest number so far + 1.
-
-        The list only grows at its end, so all readers give the same numbers.
-        """
+        """Name -> number of each shard."""
         assert self._root is not None
-        numbers = self._known_numbers
-        used = set(numbers.values())
-        highest = max(used, default=-1)
-        for name in self._root.order:
-            if name not in numbers:
-                match = _NUMBERED.fullmatch(name)
-                number = int(match[1]) if match else highest + 1
-                numbers[name] = highest + 1 if number in used else number
-                used.add(numbers[name])
-                highest = max(highest, numbers[name])
-        return numbers
+        return number_shards(self._root.order, self._known_numbers)
 
     def _read_root(self) -> Root:
         root = read_root(self._objects)
@@ -200,3 +186,19 @@ class RemoteShards:
         for i, data in self._objects.stream(ranges, lambda i, data: digest(data) == lacking[i]):
             self._cache.head(lacking[i], len(data), lambda data=data: data, anew=True)  # type: ignore[misc]
             yield lacking[i]
+
+
+def number_shards(names: Iterable[str], numbers: dict[str, int]) -> dict[str, int]:
+    """Add the numbers of more shards to those by name: the number in its name, unless a shard before it in the list has
+    it; else the highest number so far + 1. The list only grows at its end, so all readers give the same numbers.
+    """
+    used = set(numbers.values())
+    highest = max(used, default=-1)
+    for name in names:
+        if name not in numbers:
+            match = _NUMBERED.fullmatch(name)
+            wanted = int(match[1]) if match else highest + 1
+            numbers[name] = highest + 1 if wanted in used else wanted
+            used.add(numbers[name])
+            highest = max(highest, numbers[name])
+    return numbers

@@ -36,12 +36,13 @@ from memmap_buffer import (
     verify,
 )
 from memmap_buffer.cli.minimal import shards_of
+from memmap_buffer.maintenance import compaction
 from memmap_buffer.maintenance import publish as publishing
 from memmap_buffer.remote import objects as requests
 from memmap_buffer.remote import shards
 from memmap_buffer.remote.objects import Objects
 
-FIELDS = {
+FIELDS: dict[str, Any] = {
     "x": Field("int", final=True),
     "text": ("U8", ()),
     "image": Field("uint8", (4, 4), codec="zstd"),
@@ -191,6 +192,39 @@ def test_only_small_shards_of_a_kind_are_joined_up_to_the_bytes_that_were_told(t
     assert list(compact(where, max_bytes=2 * most - 2, dry_run=True).values())[:1] != [["one", "two", "three", "four"]]
     assert compact(where, max_bytes=min(sizes.values()), dry_run=True) == {}
     assert ["one", "large", "two", "three", "four"] in compact(where, dry_run=True).values()
+
+
+def test_shards_are_joined_by_their_numbers(template: Path, tmp_path: Path) -> None:
+    where = f"file://{tmp_path}/url"
+    for number in (1, 0, 2):
+        publish(template / f"shard-{number:05}", where)
+    before = ConcatBuffer.from_root(where, cache=tmp_path / "one").episodes(fields=())["task"]
+    compact(where)
+    after = ConcatBuffer.from_root(where, cache=tmp_path / "two").episodes(fields=())["task"]
+    assert np.asarray(after).tolist() == np.asarray(before).tolist() == [0, 1, 10, 11, 20, 21]
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [
+        ("MAX_FILES", 2 * 13),
+        ("MAX_SLOTS", 4),
+        ("MAX_DERIVED_BYTES", 4 * 9 * FIELDS["boxes"].blob_bytes),
+        ("MAX_FILES", 3 * 13),
+    ],
+)
+def test_a_joined_shard_is_none_that_cannot_be_made(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    names = [f"shard-{number:05}" for number in range(SHARDS)]
+    monkeypatch.setattr(compaction, limit, value)
+    assert list(compact(url, dry_run=True).values()) == [names[: 3 if value == 39 else 2]]
+
+
+def test_a_shard_that_is_there_twice_is_not_joined_with_itself(url: str, template: Path, tmp_path: Path) -> None:
+    shutil.copytree(template / "shard-00000", tmp_path / "twin")
+    publish(tmp_path / "twin", url)
+    assert list(compact(url, dry_run=True).values()) == [[f"shard-{number:05}" for number in range(SHARDS)]]
 
 
 def test_shards_with_a_dictionary_stay_as_they_are(tmp_path: Path) -> None:
