@@ -219,7 +219,7 @@ class DiskHerReplayBuffer(DiskReplayBuffer, HerReplayBuffer):
         goal_selection_strategy: "future", "final" or "episode".
         copy_info_dict: must be False: infos are not stored, and `compute_reward` gets empty ones.
         folder: see `DiskReplayBuffer`.
-        options: see `DiskReplayBuffer`.
+        options: those of `DiskReplayBuffer` but `publish`, which is "episode".
 
     Raises:
         ValueError: `copy_info_dict` is True.
