@@ -243,7 +243,8 @@ class UniformSampler:
         try:
             return self._read(None, records, 1, batch_size)
         except BaseException:
-            queue.give_back(new)
+            with self._turn:  # another thread may be taking from the queue
+                queue.give_back(new)
             raise
 
     def _with_others(self, source: AnchorRuns, new: Anchors, count: int, rng: np.random.Generator) -> Found:

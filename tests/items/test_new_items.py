@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,40 @@ def test_a_shard_that_was_made_anew_has_new_items_and_a_mark_makes_some_new(
         buffer.sample(1, **options)
         buffer.mark([2], add=["good"])
         assert buffer.sample(2, **options)["x"].tolist() == [20, 21]
+
+
+def test_items_wait_again_beside_a_thread_that_takes_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = ReplayBuffer(tmp_path, 50, 20, {"x": "int"}, circular=True)
+    options: dict[str, Any] = {"timestep_level": True, "new_every": 1, "format": "numpy"}
+    buffer.store_episode(x=[-1])
+    buffer.sample(1, **options)
+    buffer.store_episode(x=range(20))
+    reads, takes = threading.Event(), threading.Event()
+    read, left_of = BatchReader.read, LiveIndex.left_of
+
+    def read_or_fail(*arguments: Any) -> Any:
+        if threading.current_thread() is thread:
+            reads.set()
+            takes.wait(10)
+            raise OSError("once")
+        return read(*arguments)
+
+    def left_of_while_the_other_fails(*arguments: Any) -> Any:
+        if reads.is_set() and not takes.is_set():
+            takes.set()
+            thread.join(0.2)
+        return left_of(*arguments)
+
+    def fail() -> None:
+        with pytest.raises(OSError, match="once"):
+            buffer.sample(5, **options)
+
+    thread = threading.Thread(target=fail)
+    monkeypatch.setattr(BatchReader, "read", read_or_fail)
+    monkeypatch.setattr(LiveIndex, "left_of", left_of_while_the_other_fails)
+    thread.start()
+    assert reads.wait(10)
+    given = buffer.sample(5, **options)["x"].tolist()
+    thread.join(10)
+    given += buffer.sample(15, **options)["x"].tolist()
+    assert given == [*range(5, 10), *range(5), *range(10, 20)]
