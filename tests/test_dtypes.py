@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from specification import NUMERIC
 
-from memmap_buffer import ReplayBuffer, SchemaError
-from memmap_buffer.dtypes import NUMERIC, decode, dtype_name, encode, storage_dtype
+from memmap_buffer import ReplayBuffer, SchemaError, dtypes
+from memmap_buffer.dtypes import decode, dtype_name, encode, storage_dtype
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 PRECISION = {"bfloat16": (8, 128), "float16": (11, 16), "float32": (24, 128), "float64": (53, 1024)}
@@ -304,6 +305,10 @@ def test_bfloat16_is_stored_and_stored_again_to_the_bit_also_every_nan() -> None
     np.testing.assert_array_equal(stored, bits.numpy())
     np.testing.assert_array_equal(encode(decode(stored, "bfloat16"), "bfloat16", (2**16,)), stored)
     assert encode([value[1], value[2]], "bfloat16", (2,)).tolist() == [1, 2]
+
+
+def test_the_numeric_dtypes_are_those_of_the_format() -> None:
+    assert dtypes.NUMERIC == NUMERIC
 
 
 @pytest.mark.parametrize("name", NUMERIC)

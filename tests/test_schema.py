@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from specification import NUMERIC
 
 from memmap_buffer import Field, ReplayBuffer, Schema, SchemaError
-from memmap_buffer.dtypes import NUMERIC
 from memmap_buffer.schema import MAX_FIELDS, nest
 
 # Spellings of a field

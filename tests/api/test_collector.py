@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import flags_of, shown, system, without_barriers
+from specification import CUT, FINAL, TERMINATED
 
 from memmap_buffer import (
     BufferFullError,
@@ -16,7 +17,6 @@ from memmap_buffer import (
     ReplayBuffer,
     SchemaError,
 )
-from memmap_buffer.format.records import CUT, FINAL, TERMINATED
 from memmap_buffer.memmap_replay_buffer import EpisodeCollector
 from memmap_buffer.writing import episode as episodes
 from memmap_buffer.writing.writer import Writer

@@ -29,9 +29,9 @@ from doors import copy, look, read_all, write
 from fault_injection import in_child, shown
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from specification import RECORD
 
 from memmap_buffer import CorruptBufferError, MemmapBufferError, ReplayBuffer, repair, verify
-from memmap_buffer.format.records import RECORD
 
 MEMORY = 2**30  # bytes that an example may take beyond what the process had
 SECONDS = 60

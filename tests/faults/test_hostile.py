@@ -33,6 +33,7 @@ import pytest
 from damage import header_size, killed, rewrite_record, rewrite_state
 from doors import DOORS, copy, look, mend, read, replace, write
 from fault_injection import KILLED, in_child, listing, shown
+from specification import sealed
 
 from memmap_buffer import (
     CorruptBufferError,
@@ -50,7 +51,7 @@ from memmap_buffer.format import syscalls
 from memmap_buffer.format.creation import creating
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import Layout
-from memmap_buffer.format.records import MAX_SERIAL, seal
+from memmap_buffer.format.records import MAX_SERIAL
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import npy_header
 from memmap_buffer.items import filters
@@ -682,7 +683,7 @@ def redos() -> dict[str, bytes]:
     old = np.load(damage.example() / "episodes.npy")[3]
     values = {name: int(old[name]) for name in old.dtype.names}
     generation = values["generation"]
-    record = seal(**values | {"generation": generation + 2})
+    record = sealed(**values | {"generation": generation + 2})
     at = {key: array.offset(3) for key, array in layout.arrays.items()}
     head = {
         "slot": 3,
@@ -724,10 +725,10 @@ def redos() -> dict[str, bytes]:
         **{f"serial {value!r}": but(serial=value) for value in (-1, 4, 2**64, 3.0, "3", None)},
         **{f"generation {value!r}": but(generation=value) for value in (-2, 1, 2**64, 2.5, None, generation - 2)},
         **{f"record {value!r}": but(record=value) for value in ("", "zz", "00" * 63, "00" * 64, "00" * 65, None, 7)},
-        "a record of another serial": but(record=seal(**values | {"generation": generation + 2, "serial": 2}).hex()),
-        "a record of another length": but(record=seal(**values | {"generation": generation + 2, "length": 5}).hex()),
-        "a record of another slot": but(record=seal(**values | {"generation": generation + 2, "first_row": 0}).hex()),
-        "a record of this generation": but(record=seal(**values).hex()),
+        "a record of another serial": but(record=sealed(**values | {"generation": generation + 2, "serial": 2}).hex()),
+        "a record of another length": but(record=sealed(**values | {"generation": generation + 2, "length": 5}).hex()),
+        "a record of another slot": but(record=sealed(**values | {"generation": generation + 2, "first_row": 0}).hex()),
+        "a record of this generation": but(record=sealed(**values).hex()),
         "a record with a wrong check": but(record=(record[:-1] + b"\0").hex()),
         **{f"pieces {value!r}": but(pieces=value) for value in (None, 7, "abc", [7], [[]], [["number", 1]], {"a": 1})},
         "another slot": piece("number", at["number"] - 8, 8),
@@ -822,7 +823,7 @@ def test_a_redo_file_of_a_large_slot_is_read_piece_by_piece(tmp_path: Path) -> N
     old = np.load(tmp_path / "buffer/episodes.npy")[0]
     values = {name: int(old[name]) for name in old.dtype.names}
     generation = values["generation"]
-    record = seal(**values | {"generation": generation + 2}).hex()
+    record = sealed(**values | {"generation": generation + 2}).hex()
     offset = Storage(tmp_path / "buffer").layout.arrays["x"].offset(0)
     head = {"slot": 0, "serial": 0, "generation": generation, "record": record, "pieces": [["x", offset, size]]}
     text = json.dumps(head).encode()

@@ -24,10 +24,10 @@ import numpy as np
 import pytest
 from coded_folder import first_row, no_barriers, open_blobs, open_index
 from PIL import Image
+from specification import CHECKED, FINAL, sealed
 
 from memmap_buffer import MemmapBufferError, ReplayBuffer, SchemaError, Window, pack, repair, unpack, verify
 from memmap_buffer.format.checksums import checksum_row, digest_of
-from memmap_buffer.format.records import CHECKED, FINAL, seal
 from memmap_buffer.format.storage import Storage
 
 __all__ = ["no_barriers"]  # a fixture
@@ -60,7 +60,7 @@ def reseal(folder: Path) -> None:
             row = checksum_row(storage.layout, found)
             rows[slot] = np.frombuffer(row, "<u4")
             record["digest"] = digest_of(row, record["columns"])
-            records[slot] = np.frombuffer(seal(**record), records.dtype)[0]
+            records[slot] = np.frombuffer(sealed(**record), records.dtype)[0]
 
 
 def read(folder: Path) -> None:

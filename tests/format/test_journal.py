@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from inside import changes_of, files_of, storage_of
 from profiles import examples
+from specification import DELETED
 
 from memmap_buffer import ReplayBuffer, SchemaMismatchError, repair
 from memmap_buffer.format import journal, records
 from memmap_buffer.format.journal import REMEMBERED
-from memmap_buffer.format.records import DELETED
 from memmap_buffer.format.storage import Storage
 
 LENGTH = 4

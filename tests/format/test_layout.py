@@ -16,6 +16,7 @@ import pytest
 from fault_injection import listing
 from hypothesis import given
 from hypothesis import strategies as st
+from specification import NUMERIC
 
 from memmap_buffer import (
     CorruptBufferError,
@@ -27,7 +28,6 @@ from memmap_buffer import (
     SchemaError,
     SchemaMismatchError,
 )
-from memmap_buffer.dtypes import NUMERIC
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.storage import Storage
 

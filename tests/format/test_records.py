@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import specification
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
+from specification import fold, sealed
 
-from memmap_buffer import ReplayBuffer
+from memmap_buffer import ReplayBuffer, verify
 from memmap_buffer.format.records import (
     CHECK,
     RECORD,
@@ -28,7 +30,6 @@ from memmap_buffer.format.records import (
     valid,
 )
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.maintenance.verification import verify
 
 VECTORS = json.loads((Path(__file__).parent / "golden" / "v1" / "records.json").read_text())
 MAX_TIMESTEPS, SLOTS = 5, 5
@@ -36,50 +37,15 @@ HALF, QUARTER = st.integers(0, 2**32 - 1), st.integers(0, 2**16 - 1)
 WORD = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**63, 2**64 - 1]))
 
 
-def fold(words: list[int]) -> int:
-    """The check, from the docstring of `files`: nothing of it is imported."""
-    h = 0x6D656D6D61706275
-    for word in words:
-        h = ((h ^ word) * 0x9E3779B97F4A7C15) % 2**64
-        h ^= h >> 29
-    return h
-
-
-def packed(**given: int) -> bytes:
-    """A record with a right check, by `struct`, from the docstring of `files`."""
-    words = dict.fromkeys(("generation", "serial", "length", "flags", "columns", "first_row"), 0)
-    words |= dict.fromkeys(("time", "round", "term", "digest", "start"), 0)
-    words |= {"stop": given.get("length", 0)} | given
-    body = struct.pack("<QQIHHQIIIIII", *words.values())
-    return body + struct.pack("<Q", fold(list(struct.unpack("<6Q", body[:48]))))
-
-
 # The bytes
 
 
 def test_a_record_is_64_bytes_and_the_state_256_and_a_journal_with_every_word_aligned() -> None:
-    assert (RECORD.itemsize, STATE.itemsize) == (64, 256 + 8 * 1024)
+    assert (RECORD.itemsize, STATE.itemsize) == (64, specification.STATE_BYTES) == (64, 256 + 8 * 1024)
+    assert RECORD == specification.RECORD
     assert [RECORD.fields[name][1] for name in RECORD.names] == [0, 8, 16, 20, 22, 24, 32, 36, 40, 44, 48, 52, 56]
-    order = (
-        "base",
-        "next",
-        "synced",
-        "changes",
-        "term",
-        "pid",
-        "time",
-        "clean",
-        "suspect",
-        "boot",
-        "host",
-        "reserved",
-        "nonce",
-        "unused",
-        "journal",
-    )
-    assert [STATE.fields[name][1] // 8 for name in order] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 19, 20, 21, 32]
-    within = {"inode": STATE_WORD["unused"], "device": STATE_WORD["unused"] + 1}
-    assert {name: STATE.fields[name][1] // 8 for name in order} | within == STATE_WORD
+    assert {name: offset // 8 for name, (_, offset) in STATE.fields.items()}.items() <= STATE_WORD.items()
+    assert STATE_WORD == specification.STATE_WORD
 
 
 @given(words=st.lists(st.lists(WORD, min_size=8, max_size=8), min_size=1, max_size=5))
@@ -94,7 +60,7 @@ def test_the_check_of_the_stored_vectors_never_changes(vector: dict[str, Any]) -
     words = np.frombuffer(bytes.fromhex(vector["bytes"]), "<u8")[None]
     assert words.view(RECORD)[0, 0].tolist() == tuple(vector["record"].values())
     assert int(words[0, CHECK]) == fold(words[0, :SHOWN].tolist()) == check_of(words)[0] == vector["record"]["check"]
-    assert seal(**vector["record"]) == packed(**{k: v for k, v in vector["record"].items() if k != "check"})
+    assert seal(**vector["record"]) == sealed(**{k: v for k, v in vector["record"].items() if k != "check"})
 
 
 @given(
@@ -102,7 +68,7 @@ def test_the_check_of_the_stored_vectors_never_changes(vector: dict[str, Any]) -
     term=HALF, digest=HALF, start=HALF, stop=HALF,
 )  # fmt: skip
 def test_a_sealed_record_has_the_bytes_that_the_format_describes(**values: int) -> None:
-    assert seal(**values) == packed(**values)
+    assert seal(**values) == sealed(**values)
 
 
 @given(record=st.binary(min_size=56, max_size=56), bit=st.integers(0, 511))
@@ -118,7 +84,7 @@ def test_any_flipped_bit_but_of_the_steps_that_are_shown_fails_the_check(record:
 
 def is_valid(slot: int = 0, rows: int | None = None, **values: int) -> bool:
     table = np.zeros((SLOTS, 8), np.uint64)
-    table[slot] = np.frombuffer(packed(**values), "<u8")
+    table[slot] = np.frombuffer(sealed(**values), "<u8")
     got = valid(table, MAX_TIMESTEPS, rows)
     assert not np.delete(got, slot).any()
     return bool(got[slot])
@@ -179,7 +145,7 @@ def test_packed_records_that_share_a_row_are_all_void(stretches: list[tuple[int,
         fine and not any({*mine} & {*other} for k, other in enumerate(rows) if k != i and alone[k])
         for i, (mine, fine) in enumerate(zip(rows, alone, strict=True))
     ]
-    records = [packed(**{**GOOD, "first_row": first, "length": length}) for first, length in stretches]
+    records = [sealed(**{**GOOD, "first_row": first, "length": length}) for first, length in stretches]
     words = np.frombuffer(b"".join(records), "<u8").reshape(-1, 8)
     assert valid(words, MAX_TIMESTEPS, 17).tolist() == good
 
@@ -224,7 +190,7 @@ EPISODES = {number: [10 * number + t for t in range(number + 2)] for number in r
 
 def test_a_record_rewritten_as_it_was_changes_nothing(folder: Path) -> None:
     for slot in range(4):
-        write_record(folder, slot, packed(**read_record(folder, slot)))
+        write_record(folder, slot, sealed(**read_record(folder, slot)))
     assert shown(folder) == EPISODES
 
 
@@ -263,7 +229,7 @@ def test_each_flipped_byte_of_a_record_voids_or_trims_exactly_that_episode(folde
 )
 def test_a_crafted_record_voids_exactly_that_episode_and_is_reported(folder: Path, values: dict[str, int]) -> None:
     """Fault 45: a right check on wrong words."""
-    write_record(folder, 2, packed(**{**read_record(folder, 2), **values}))
+    write_record(folder, 2, sealed(**{**read_record(folder, 2), **values}))
     assert shown(folder) == {k: v for k, v in EPISODES.items() if k != 2}
     assert [finding.slot for finding in verify(folder)] == [2]
 
@@ -274,7 +240,7 @@ def test_two_records_of_one_serial_void_both_and_are_reported(
 ) -> None:
     """Fault 45: duplicates; a deleted twin makes the other no more trustworthy."""
     record = read_record(folder, 3)
-    write_record(folder, 3, packed(**{**record, "serial": 1, "flags": record["flags"] | flags}))
+    write_record(folder, 3, sealed(**{**record, "serial": 1, "flags": record["flags"] | flags}))
     assert shown(folder) == {0: EPISODES[0], 2: EPISODES[2]}
     assert "serials [1] stand in two slots each and are not served" in caplog.text
     assert {(finding.serial, finding.lost) for finding in verify(folder)} == {(1, True)}
@@ -284,14 +250,14 @@ def test_a_duplicate_of_a_cleared_serial_brings_nothing_back(folder: Path) -> No
     """Fault 45: what lies below `base` stays invisible, once or twice."""
     with ReplayBuffer.from_folder(folder) as buffer:
         buffer.clear()
-    write_record(folder, 3, packed(**{**read_record(folder, 3), "serial": 1}))
+    write_record(folder, 3, sealed(**{**read_record(folder, 3), "serial": 1}))
     assert shown(folder) == {}
 
 
 def test_the_next_serial_lies_above_every_valid_record(folder: Path) -> None:
     """Fault 45: a void record with an absurd serial does not count; a valid one with a high serial does."""
-    write_record(folder, 3, packed(**{**read_record(folder, 3), "serial": 2**63 - 1}))
-    write_record(folder, 2, packed(**{**read_record(folder, 2), "serial": 41}))
+    write_record(folder, 3, sealed(**{**read_record(folder, 3), "serial": 2**63 - 1}))
+    write_record(folder, 2, sealed(**{**read_record(folder, 2), "serial": 41}))
     with ReplayBuffer.from_folder(folder) as buffer:
         buffer.store_episode(a=[1])
     assert list(shown(folder)) == [0, 1, 41, 42]
@@ -303,7 +269,7 @@ def test_a_generation_that_no_writer_can_reach_is_void_and_its_slot_is_written_a
     folder: Path, generation: int
 ) -> None:
     """Fault 45: a generation near 2**64, from which counting on would give 0, the mark of an unused slot."""
-    write_record(folder, 0, packed(**{**read_record(folder, 0), "generation": generation}))
+    write_record(folder, 0, sealed(**{**read_record(folder, 0), "generation": generation}))
     assert shown(folder) == {k: v for k, v in EPISODES.items() if k != 0}
     with ReplayBuffer.from_folder(folder) as buffer:
         buffer.clear()
@@ -350,7 +316,7 @@ records = st.fixed_dictionaries(
 def packed_at(slot: int, record: dict[str, Any], **more: int) -> bytes:
     """The bytes of one of them."""
     names = ("generation", "serial", "length", "flags", "start", "stop")
-    return packed(**{name: record[name] for name in names}, first_row=4 * slot, **more)
+    return sealed(**{name: record[name] for name in names}, first_row=4 * slot, **more)
 
 
 @given(slots=st.lists(records, min_size=5, max_size=5), base=st.integers(0, 7))

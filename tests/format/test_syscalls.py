@@ -20,12 +20,13 @@ import pytest
 from fault_injection import listing
 from hypothesis import given
 from hypothesis import strategies as st
+from specification import NUMERIC, RECORD
 
 from memmap_buffer import CorruptBufferError, Field, ReplayBuffer, Schema
-from memmap_buffer.dtypes import NUMERIC, storage_dtype
+from memmap_buffer.dtypes import storage_dtype
 from memmap_buffer.format import syscalls
 from memmap_buffer.format.layout import ArrayFile, Layout
-from memmap_buffer.format.records import RECORD, STATE
+from memmap_buffer.format.records import STATE
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import is_hole, locked, npy_header, write_all, write_word
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from specification import NUMERIC
 from strategies import few
 
 from memmap_buffer import ReplayBuffer, SchemaError
-from memmap_buffer.dtypes import NUMERIC
 from memmap_buffer.items.filters import matches
 
 REAL = [name for name in NUMERIC if name not in ("bfloat16", "complex64", "complex128")]

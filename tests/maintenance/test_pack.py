@@ -21,6 +21,7 @@ from fault_injection import flags_of, listing, shown
 from hypothesis import given
 from inside import after_each_packed_episode
 from profiles import examples
+from specification import CUT, OPEN
 from strategies import MEMORY, assert_view, choices, flat, items_of, joined, recorded, recordings
 
 from memmap_buffer import (
@@ -40,7 +41,6 @@ from memmap_buffer import (
     unpack,
     verify,
 )
-from memmap_buffer.format.records import CUT, OPEN
 from memmap_buffer.maintenance import pack as module
 from memmap_buffer.maintenance import recoding
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import in_child, listing, system
+from specification import STATE_WORD
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -22,7 +23,6 @@ from memmap_buffer import (
     Window,
     publish,
 )
-from memmap_buffer.format.records import STATE_WORD
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.maintenance import statistics as module
 

@@ -15,9 +15,9 @@ import pytest
 from conftest import flat
 from damage import Damage, flip, header_size, killed, packed, rewrite_record, rewrite_state, rows_of
 from fault_injection import KILLED, listing, shown
+from specification import RECORD, sealed
 
 from memmap_buffer import Finding, MemmapBufferError, NotABufferError, ReplayBuffer, verify
-from memmap_buffer.format.records import RECORD, check_of, seal
 from memmap_buffer.maintenance.verification import MAX_TRIED, Survey, repaired_record
 
 
@@ -225,7 +225,7 @@ def test_any_one_byte_of_any_record_can_be_put_right(seed: int) -> None:
             "serial": draw.randrange(2**50),
             "length": draw.randrange(2**16),
         }
-        record = seal(
+        record = sealed(
             **values, flags=draw.choice([0, 1, 33]), first_row=draw.randrange(2**60), time=draw.randrange(2**32), term=3
         )
         spoilt = bytearray(record)
@@ -412,8 +412,3 @@ def test_a_writer_that_goes_on_between_two_words_of_the_state_is_no_damage(
         monkeypatch.setattr(Survey, "state", state)
         assert Survey(tmp_path).state_faults() == {} and read.count("next") == 2
         assert real(Survey(tmp_path), "base") > 1
-
-
-def test_the_check_of_a_record_is_the_one_of_the_format() -> None:
-    record = seal(generation=4, serial=3, length=2, flags=33, first_row=15, time=7, term=1)
-    assert damage.check_of(record) == int(check_of(np.frombuffer(record, np.uint64)[None])[0])

@@ -25,6 +25,7 @@ from textwrap import dedent
 import numpy as np
 from fault_injection import in_child, shown, system
 from inside import take_lock
+from specification import check_of
 
 from memmap_buffer import Field, ReplayBuffer, pack, verify
 
@@ -151,15 +152,6 @@ def flip(path: Path, offset: int, mask: int = 1) -> None:
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ mask]))
-
-
-def check_of(words: bytes) -> int:
-    """The fold of the format's docstring."""
-    fold = 0x6D656D6D61706275
-    for word in struct.unpack("<6Q", words[:48]):
-        fold = (fold ^ word) * 0x9E3779B97F4A7C15 % 2**64
-        fold ^= fold >> 29
-    return fold
 
 
 def rewrite_record(folder: Path, slot: int, **changes: int) -> None:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from specification import CUT, OPEN
 
 from memmap_buffer import ReplayBuffer, StaleEpisodeError
 from memmap_buffer.format import syscalls
-from memmap_buffer.format.records import CUT, OPEN
 from memmap_buffer.writing.commit import WriteHandles
 
 KILLED = 137

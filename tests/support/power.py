@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from fault_injection import counters_written
+from specification import STATE_BYTES, STATE_WORD
 
 from memmap_buffer.format import storage, syscalls
-from memmap_buffer.format.records import STATE, STATE_WORD
 from memmap_buffer.writing import recovery
 
 SECTOR = 512
@@ -300,7 +300,7 @@ class Left(NamedTuple):
 def _keep_inode(file: Path) -> None:
     """What a power cut leaves is no copy: where `state.npy` tells its inode, that stays right."""
     with file.open("r+b") as opened:
-        offset = file.stat().st_size - STATE.itemsize + 8 * STATE_WORD["inode"]
+        offset = file.stat().st_size - STATE_BYTES + 8 * STATE_WORD["inode"]
         opened.seek(max(offset, 0))
         if offset > 0 and any(opened.read(8)):
             opened.seek(offset)

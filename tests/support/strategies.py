@@ -14,9 +14,9 @@ import numpy as np
 from hypothesis import strategies as st
 from profiles import examples
 from reference import Episode, Reference
+from specification import EVERY_SLOT, JOURNAL, RECORD, STATE_WORD, sealed
 
 from memmap_buffer import Field, ReplayBuffer, Schema
-from memmap_buffer.format.records import EVERY_SLOT, JOURNAL, RECORD, STATE_WORD, seal
 from memmap_buffer.schema import nest
 
 MAX_TIMESTEPS = 8
@@ -432,7 +432,7 @@ class Churn:
         source, target = number % len(records), number // 7 % len(records)
         words = {name: int(records[source][name]) for name in RECORD.names}
         words["first_row"] = target * MAX_TIMESTEPS
-        self.write("episodes.npy", RECORD.itemsize * target, seal(**words))
+        self.write("episodes.npy", RECORD.itemsize * target, sealed(**words))
 
     def odd(self, number):
         """A generation that nobody will make even again."""

@@ -19,6 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from inside import folders_of
 from profiles import examples
+from specification import DELETED, EXTENT, FIRST_ROW, SERIAL, SHOWN
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -30,7 +31,7 @@ from memmap_buffer import (
     Window,
     pack,
 )
-from memmap_buffer.format.records import DELETED, EXTENT, FIRST_ROW, SERIAL, SHOWN, WORDS
+from memmap_buffer.format.records import WORDS
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import write_word
 from memmap_buffer.loading.batch_reader import BatchReader

@@ -18,6 +18,7 @@ from fault_injection import KILLED, in_child, shown, state_of, system, without_b
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
+from specification import NUMERIC
 from strategies import MEMORY
 
 from memmap_buffer import (
@@ -36,7 +37,6 @@ from memmap_buffer import (
     verify,
 )
 from memmap_buffer.codecs import Jpeg, Zstd
-from memmap_buffer.dtypes import NUMERIC
 from memmap_buffer.format import syscalls
 from memmap_buffer.format.syscalls import BLOCK
 from memmap_buffer.writing import blob_column, commit

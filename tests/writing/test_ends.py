@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from fault_injection import system
 from inside import storage_of
+from specification import TERMINATED
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -25,7 +26,6 @@ from memmap_buffer import (
     unpack,
     verify,
 )
-from memmap_buffer.format.records import TERMINATED
 
 FIELDS = {"observation": Field("float", final=True), "reward": "float", "done": "bool", "timeout": ("bool", (), False)}
 ENDS = {"terminated": "done", "truncated": "timeout"}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import flags_of, shown, system
+from specification import CUT, FINAL, TERMINATED
 
 from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer, SchemaError, verify
-from memmap_buffer.format.records import CUT, FINAL, TERMINATED
 from memmap_buffer.writing import episode as episodes
 
 FIELDS = {

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from inside import files_of, take_lock
 from profiles import examples
 from reference import Episode, Reference
+from specification import JOURNAL
 from strategies import MEMORY, assert_indexed, assert_view
 
 from memmap_buffer import NStep, Prioritized, ReplayBuffer, Window, pack, unpack, verify
-from memmap_buffer.format.records import JOURNAL
 from memmap_buffer.format.storage import Storage
 
 FIELDS = {"id": "int", "terminated": ("bool", (), False), "truncated": ("bool", (), False)}

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from inside import slot_of, storage_of
+from specification import GENERATION
 
 from memmap_buffer import BufferFullError, ReplayBuffer, Schema
 from memmap_buffer.format.episode_table import EpisodeTable
 from memmap_buffer.format.layout import Layout
-from memmap_buffer.format.records import GENERATION
 from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.slots import SlotAllocator
 

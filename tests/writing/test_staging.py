@@ -7,9 +7,9 @@ import pytest
 from fault_injection import system
 from hypothesis import given
 from hypothesis import strategies as st
+from specification import NUMERIC
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError
-from memmap_buffer.dtypes import NUMERIC
 from memmap_buffer.writing import episode as episodes
 from memmap_buffer.writing.episode import Scalars, Staging
 

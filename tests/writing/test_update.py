@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 from fault_injection import Play, flags_of, in_child, operations_of, perform, shown, state_of, system, without_barriers
+from specification import FINAL, OPEN, TERMINATED
 
 from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, SchemaError, StaleEpisodeError, verify
-from memmap_buffer.format.records import FINAL, OPEN, TERMINATED
 from memmap_buffer.writing import redo
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from inside import most_open_episodes
 from interruptions import interrupted
 from profiles import examples
+from specification import CUT, FINAL, TERMINATED
 
 from memmap_buffer import (
     BufferFullError,
@@ -25,7 +26,6 @@ from memmap_buffer import (
     Window,
 )
 from memmap_buffer.compat import add_and_sample, can_sample
-from memmap_buffer.format.records import CUT, FINAL, TERMINATED
 
 FIELDS = {
     "observation": {"x": Field("float", 2, final=True), "y": Field("int", final=True)},

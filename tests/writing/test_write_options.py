@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from fault_injection import Faulty, flags_of, in_child, system
 from kill_writer import FIELDS, META_FIELDS, RING, content, exact, following, make, same, staged, steps
+from specification import CHECKED, CUT, OPEN, STATE_WORD
 
 from memmap_buffer import EpisodeStateError, ReplayBuffer, SchemaError, WriterLostError, verify
 from memmap_buffer.format import syscalls
-from memmap_buffer.format.records import CHECKED, CUT, OPEN, STATE_WORD
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import episode as staging
 

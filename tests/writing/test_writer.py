@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from profiles import examples
+from specification import CUT, OPEN
 
 from memmap_buffer import (
     BufferFullError,
@@ -34,7 +35,6 @@ from memmap_buffer import (
     verify,
 )
 from memmap_buffer.format import journal
-from memmap_buffer.format.records import CUT, OPEN
 from memmap_buffer.writing import commit
 from memmap_buffer.writing import episode as episodes
 

@@ -1,4 +1,4 @@
-"""Makes the golden folders of format version 1 anew, grid and packed: `python tests/golden/make_v1.py`.
+"""Makes the golden folders of format version 1 anew, grid and packed, with `tests/support` on the PYTHONPATH.
 
 Run it only while version 1 is not released: afterwards they must open for ever as they are, and a change of the
 bytes is a new version with folders of its own; `make_packed` alone leaves the grid as it is. Nothing of the machine
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import open_memmap
+from specification import RECORD, sealed
 
 from memmap_buffer import Field, ReplayBuffer, pack
-from memmap_buffer.format.records import RECORD, seal
-from memmap_buffer.format.storage import Storage
 
 FOLDER = Path(__file__).parent / "v1"
 PACKED = FOLDER.with_name("v1-packed")
@@ -102,19 +102,16 @@ def make_packed() -> None:
 
 def neutralise(folder: Path) -> None:
     """Take out what tells of this machine and this hour, and file modes with it."""
-    layout = Storage.open(folder).layout
     (folder / ".lock").unlink()
-    state = np.load(folder / "state.npy")
+    state, records = (open_memmap(folder / f"{name}.npy", mode="r+") for name in ("state", "episodes"))
     for name in ("pid", "time", "boot", "host", "nonce", "unused"):
         state[name] = np.zeros_like(state[name])
-    records = np.load(folder / "episodes.npy")
     for slot, one in enumerate(records):
         words = {name: int(one[name]) for name in RECORD.names or () if name != "check"} | {"time": int(one["serial"])}
         if one["generation"]:
-            records[slot] = np.frombuffer(seal(**words), RECORD)[0]
-    for key, array in {"/state": state, "/episodes": records}.items():
-        file = layout.arrays[key]
-        (folder / file.name).write_bytes(file.header + array.tobytes())
+            records[slot] = np.frombuffer(sealed(**words), RECORD)[0]
+    state.flush()
+    records.flush()
 
 
 def vectors() -> list[dict[str, Any]]:
@@ -123,13 +120,12 @@ def vectors() -> list[dict[str, Any]]:
     bits = {name: 8 * RECORD[name].itemsize for name in RECORD.names or () if name != "check"}
     corners = [dict.fromkeys(bits, 0), {name: 2**n - 1 for name, n in bits.items()}]
     corners += [{name: rng.getrandbits(n) for name, n in bits.items()} for _ in range(6)]
-    sealed = [seal(**corner) for corner in corners]
     return [
         {
             "bytes": raw.hex(),
             "record": dict(zip(RECORD.names or (), np.frombuffer(raw, RECORD)[0].tolist(), strict=True)),
         }
-        for raw in sealed
+        for raw in (sealed(**corner) for corner in corners)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Makes the golden folders with compressed fields anew, grid and packed: `python tests/format/golden/make_v1_blobs.py`.
+"""Makes the golden folders with compressed fields anew, grid and packed, with `tests/support` on the PYTHONPATH.
 
 As with `make_v1`, only while the version is not released; another release of a codec's package makes other blobs of the
 same timesteps, and these must be read for ever. Two episodes of the grid have a dictionary, one was recorded behind.
@@ -13,8 +13,7 @@ from tempfile import mkdtemp
 import numpy as np
 from make_v1 import neutralise
 
-from memmap_buffer import Field, ReplayBuffer, pack, unpack
-from memmap_buffer.codecs import Jpeg
+from memmap_buffer import Field, Jpeg, ReplayBuffer, pack, unpack
 from memmap_buffer.maintenance import recoding
 
 FOLDER = Path(__file__).parent / "v1-blobs"
