@@ -8,9 +8,8 @@ import parts
 import pytest
 from s3_server import make_bucket, s3_server
 
-from memmap_buffer import Field, ReplayBuffer
+from memmap_buffer import Field, ReplayBuffer, SumTree
 from memmap_buffer.priority import kernels
-from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.views.gather import Gather, RowGather
 
 TORCH = importlib.util.find_spec("torch") is not None

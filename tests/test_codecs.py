@@ -8,8 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from memmap_buffer import Field, Jpeg, Zstd
-from memmap_buffer.errors import SchemaError
+from memmap_buffer import Field, Jpeg, SchemaError, Zstd
 from memmap_buffer.format import blobs
 from memmap_buffer.format.blobs import CodedRows, Dictionary, encode, encode_many, index_of, threads
 

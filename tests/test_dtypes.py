@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from specification import NUMERIC
 
 from memmap_buffer import ReplayBuffer, SchemaError, dtypes
-from memmap_buffer.dtypes import decode, dtype_name, encode, storage_dtype
+from memmap_buffer.adapters import decode
+from memmap_buffer.dtypes import dtype_name, encode, storage_dtype
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 PRECISION = {"bfloat16": (8, 128), "float16": (11, 16), "float32": (24, 128), "float64": (53, 1024)}

@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 
 from memmap_buffer import Field, ReplayBuffer, Schema, SchemaError
-from memmap_buffer.environments import decode_space, encode_space, schema_of
+from memmap_buffer.adapters import decode_space, encode_space, schema_of
 
 DISCRETE = spaces.Discrete(3, start=-1)
 SPACES = {

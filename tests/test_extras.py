@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import memmap_buffer
-from memmap_buffer.extras import extra
+from memmap_buffer.adapters import extra
 
 NEEDS = {
     "environments": ("gymnasium", "gymnasium"),

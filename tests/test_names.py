@@ -5,7 +5,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from memmap_buffer import Schema
-from memmap_buffer.names import Names, parts_of
+from memmap_buffer.adapters import Names
+from memmap_buffer.names import parts_of
 
 KEYS = (
     st.text(max_size=12) | st.integers() | st.sampled_from(["a b", "a_b", "A_B", "a_b_2", "con", "n1", "1", "reward"])

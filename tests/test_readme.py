@@ -9,10 +9,9 @@ import pytest
 from pages import FENCE, blocks_of, run_alone, run_blocks
 
 import memmap_buffer
-from memmap_buffer import ConcatBuffer, ReplayBuffer, compat
+from memmap_buffer import ConcatBuffer, Options, ReplayBuffer, compat
 from memmap_buffer.api.editing import Editing
 from memmap_buffer.api.recording import Recording
-from memmap_buffer.loading.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = {"d3rlpy.md", "jax.md", "ray.md", "rllib.md"}  # run by tests of the same names, or …_cases.py, in tests/interop

@@ -19,13 +19,12 @@ import torch
 from inside import expect_no_slow_disk
 from ways import Way, way_of
 
-from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, Window
+from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SumTree, Window
 from memmap_buffer.format import lock
 from memmap_buffer.format.episode_table import EpisodeTable
 from memmap_buffer.format.journal import Journal
 from memmap_buffer.items.live_index import LiveIndex
 from memmap_buffer.loading import batch_reader
-from memmap_buffer.priority.sum_tree import SumTree
 
 FIELDS = {
     "observation": Field("float32", (17,), final=True),

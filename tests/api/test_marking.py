@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memmap_buffer import ConcatBuffer, CorruptBufferError, ReadOnlyError, ReplayBuffer, SchemaError, pack, publish
+from memmap_buffer import (
+    ConcatBuffer,
+    CorruptBufferError,
+    Mark,
+    ReadOnlyError,
+    ReplayBuffer,
+    SchemaError,
+    pack,
+    publish,
+)
 from memmap_buffer.format import marks as marks_module
-from memmap_buffer.format.marks import Mark, Marks, parsed
+from memmap_buffer.format.marks import Marks, parsed
 from memmap_buffer.items import marked as marked_module
 
 

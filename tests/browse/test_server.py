@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from memmap_buffer import Field, ReplayBuffer, Zstd
-from memmap_buffer.format.marks import Mark
+from memmap_buffer import Field, Mark, ReplayBuffer, Zstd
 
 pytest.importorskip("starlette", reason="starlette is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")

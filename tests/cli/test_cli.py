@@ -17,9 +17,8 @@ import pytest
 from damage import flip, header_size, rows_of
 from fault_injection import in_child, listing, shown, system
 
-from memmap_buffer import ConcatBuffer, ReplayBuffer, verify
+from memmap_buffer import ConcatBuffer, Jpeg, ReplayBuffer, Zstd, verify
 from memmap_buffer.cli import app, command, minimal
-from memmap_buffer.codecs import Jpeg, Zstd
 
 Main = Callable[[list[str]], int]
 

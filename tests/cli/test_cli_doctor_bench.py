@@ -10,13 +10,11 @@ from cli_cases import Case, make, read_json
 from fault_injection import listing
 from range_server import RangeServer
 
-from memmap_buffer import ReplayBuffer, pack, publish
+from memmap_buffer import DiskSpeed, ReplayBuffer, Store, pack, publish
 from memmap_buffer.adapters import flatten
 from memmap_buffer.cli import app, doctor_bench
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.maintenance import disk
-from memmap_buffer.maintenance.disk import DiskSpeed
-from memmap_buffer.maintenance.store import Store
 
 SHORT = ["--seconds", "0.1"]
 

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError
+from memmap_buffer.adapters import draw_lines
 from memmap_buffer.cli import app, pictures
-from memmap_buffer.pictures import draw_lines
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from memmap_buffer import (
     pack,
     unpack,
 )
-from memmap_buffer.api.reading import Readable
+from memmap_buffer.adapters import Readable
 from memmap_buffer.compat import set_valid
 from memmap_buffer.format import lock
 from memmap_buffer.format.folder import Folder

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from fault_injection import listing
 
-from memmap_buffer import Field, ReplayBuffer, pack
+from memmap_buffer import Field, ReplayBuffer, pack, verify
 from memmap_buffer.format.layout import Layout
-from memmap_buffer.maintenance.verification import verify
 
 V1 = Path(__file__).parent / "golden" / "v1"
 PACKED = V1.with_name("v1-packed")  # the same episodes

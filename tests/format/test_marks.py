@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from memmap_buffer import BufferLockedError, CorruptBufferError, SchemaError
+from memmap_buffer import BufferLockedError, CorruptBufferError, Mark, SchemaError
 from memmap_buffer.format import marks as module
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.marks import FILE, LOCK, Mark, Marks, renamed, text_of
+from memmap_buffer.format.marks import FILE, LOCK, Marks, renamed, text_of
 
 GOOD = Mark(("good",))
 

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from pages import blocks_alone, blocks_of
 
 from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError
-from memmap_buffer.environments import encode_space, schema_of
+from memmap_buffer.adapters import encode_space, schema_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

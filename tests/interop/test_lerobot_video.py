@@ -17,9 +17,8 @@ import pytest
 import torch
 from lerobot_peer import scene
 
-from memmap_buffer import CorruptBufferError, ReplayBuffer, SchemaError
+from memmap_buffer import CorruptBufferError, Jpeg, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import flatten
-from memmap_buffer.codecs import Jpeg
 from memmap_buffer.interop import lerobot as module
 from memmap_buffer.interop.lerobot import export_lerobot, import_lerobot
 from memmap_buffer.interop.lerobot_dataset import DiskLeRobotDataset

@@ -19,8 +19,8 @@ from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss
 
 from memmap_buffer import NotEnoughDataError, SchemaError, SchemaMismatchError, verify
+from memmap_buffer.adapters import Episode
 from memmap_buffer.interop.torchrl_replay import DiskReplayBuffer
-from memmap_buffer.writing.episode import Episode
 
 IDS = ("collector", "traj_ids")
 

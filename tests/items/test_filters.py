@@ -14,7 +14,7 @@ from specification import NUMERIC
 from strategies import few
 
 from memmap_buffer import ReplayBuffer, SchemaError
-from memmap_buffer.items.filters import matches
+from memmap_buffer.adapters import matches
 
 REAL = [name for name in NUMERIC if name not in ("bfloat16", "complex64", "complex128")]
 EDGES = [0, 1, 5, 2**24, 2**31, 2**53, 2**63, 2**64, 10**400]

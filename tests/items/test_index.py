@@ -24,6 +24,7 @@ from memmap_buffer import (
     Field,
     NotEnoughDataError,
     NStep,
+    Options,
     ReplayBuffer,
     SchemaError,
     Timestep,
@@ -36,7 +37,6 @@ from memmap_buffer.items import selection as selection_module
 from memmap_buffer.items.index import MANY, Index
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.loading.options import Options
 from memmap_buffer.views.folders import Folders
 
 FIELDS = {

@@ -44,6 +44,7 @@ from memmap_buffer import (
     ReplayBuffer,
     SchemaError,
     SchemaMismatchError,
+    SumTree,
     Timestep,
     Trajectory,
     Window,
@@ -57,7 +58,6 @@ from memmap_buffer.loading import prioritized
 from memmap_buffer.priority import anchor_priorities, sum_tree
 from memmap_buffer.priority.anchor_priorities import AnchorPriorities
 from memmap_buffer.priority.priorities import Priorities, in_turn, while_locked
-from memmap_buffer.priority.sum_tree import SumTree
 from memmap_buffer.priority.tree_file import TreeFile
 
 pytestmark = pytest.mark.usefixtures("both_ways")

@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from profiles import examples
 from reference import SlowPriorities
 
-from memmap_buffer import ConcatBuffer, Prioritized, ReplayBuffer
-from memmap_buffer.priority.sum_tree import SumTree
+from memmap_buffer import ConcatBuffer, Prioritized, ReplayBuffer, SumTree
 
 ALPHAS = st.sampled_from([0.3, 0.6, 1.0])
 FOLDERS = st.integers(0, 2)

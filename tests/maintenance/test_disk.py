@@ -10,13 +10,12 @@ import pytest
 from fault_injection import listing
 from inside import disk_sample_of, sampled_rows
 
-from memmap_buffer import Field, ReplayBuffer, pack
+from memmap_buffer import Field, ReplayBuffer, measure_disk_speed, pack
 from memmap_buffer.format.folder import in_memory
 from memmap_buffer.format.host import file_system
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import CAN_FORGET
 from memmap_buffer.maintenance import disk
-from memmap_buffer.maintenance.disk import measure_disk_speed
 from memmap_buffer.writing.commit import MEMORY
 
 pytestmark = pytest.mark.skipif(not CAN_FORGET, reason="this system does not drop pages from its cache when asked")

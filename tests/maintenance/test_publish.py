@@ -32,15 +32,15 @@ from memmap_buffer import (
     ReplayBuffer,
     SchemaError,
     SchemaMismatchError,
+    measure_store,
     pack,
     publish,
     pull,
+    shards_at,
     verify,
 )
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.maintenance import publish as publishing
-from memmap_buffer.maintenance.pull import shards_at
-from memmap_buffer.maintenance.store import measure_store
 from memmap_buffer.remote import layout
 from memmap_buffer.remote import objects as requests
 from memmap_buffer.remote.layout import Root, Shard, digest, head_object, make_head, open_head, version_of

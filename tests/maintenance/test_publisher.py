@@ -36,16 +36,16 @@ from memmap_buffer import (
     ReplayBuffer,
     SchemaError,
     SchemaMismatchError,
+    pack,
+    publish,
+    shards_at,
     verify,
 )
 from memmap_buffer.api import concat
 from memmap_buffer.format import creation
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.maintenance import publisher
-from memmap_buffer.maintenance.pack import pack
-from memmap_buffer.maintenance.publish import publish
 from memmap_buffer.maintenance.publisher import PUBLISHED, Publisher, shards_in
-from memmap_buffer.maintenance.pull import shards_at
 from memmap_buffer.remote import objects, shards
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.writing import writer as writer_module

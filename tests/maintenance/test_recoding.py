@@ -16,8 +16,7 @@ from coded_folder import copy_of, episodes, example, no_barriers, open_blobs, op
 from fault_injection import KILLED, in_child, listing, system
 from inside import after_each_packed_episode
 
-from memmap_buffer import Field, ReplayBuffer, SchemaError, pack, unpack, verify
-from memmap_buffer.codecs import Jpeg, Zstd
+from memmap_buffer import Field, Jpeg, ReplayBuffer, SchemaError, Zstd, pack, unpack, verify
 from memmap_buffer.maintenance import pack as module
 from memmap_buffer.maintenance import recoding
 

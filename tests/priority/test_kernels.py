@@ -13,11 +13,11 @@ import pytest
 from conftest import COMPILED, LOOPS, assert_same
 from inside import compiled_by, nodes_of, priorities_of, top_of
 
-from memmap_buffer import NStep, Prioritized, Timestep, Window
+from memmap_buffer import NStep, Prioritized, SumTree, Timestep, Window
 from memmap_buffer.format.syscalls import memory
 from memmap_buffer.priority import kernels
 from memmap_buffer.priority.leaves import where
-from memmap_buffer.priority.sum_tree import SumTree, num_nodes, spread
+from memmap_buffer.priority.sum_tree import num_nodes, spread
 
 
 @pytest.fixture(params=["python", "compiled"])

@@ -50,13 +50,14 @@ from memmap_buffer import (
     Prioritized,
     ReplayBuffer,
     SchemaError,
+    SumTree,
     WriterLostError,
 )
 from memmap_buffer.format import host
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.priority.leaves import Leaves, Place, Row, where
 from memmap_buffer.priority.priorities import Priorities, StepLeaves, in_turn, while_locked
-from memmap_buffer.priority.sum_tree import SumTree, num_nodes
+from memmap_buffer.priority.sum_tree import num_nodes
 from memmap_buffer.priority.tree_file import TreeFile
 
 ALPHA, EPSILON = 0.5, 1e-3

@@ -15,7 +15,7 @@ from inside import around, folders_of
 from range_server import RangeServer
 
 from memmap_buffer import ConcatBuffer, NotABufferError, ReplayBuffer, SchemaError, publish
-from memmap_buffer.items.filters import matches
+from memmap_buffer.adapters import matches
 from memmap_buffer.remote import ranges
 from memmap_buffer.remote.layout import Shard
 from memmap_buffer.remote.ranges import MAX_TEXT, may_match, ranges_of

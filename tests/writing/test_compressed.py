@@ -26,6 +26,7 @@ from memmap_buffer import (
     CorruptBufferError,
     Field,
     Hindsight,
+    Jpeg,
     NStep,
     Offsets,
     RandomCrop,
@@ -34,9 +35,9 @@ from memmap_buffer import (
     Timestep,
     Trajectory,
     Window,
+    Zstd,
     verify,
 )
-from memmap_buffer.codecs import Jpeg, Zstd
 from memmap_buffer.format import syscalls
 from memmap_buffer.format.syscalls import BLOCK
 from memmap_buffer.writing import blob_column, commit
