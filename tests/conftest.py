@@ -6,11 +6,10 @@ import sys
 
 import parts
 import pytest
+from inside import get_inside, loops, set_inside
 from s3_server import make_bucket, s3_server
 
-from memmap_buffer import Field, ReplayBuffer, SumTree
-from memmap_buffer.priority import kernels
-from memmap_buffer.views.gather import Gather, RowGather
+from memmap_buffer import Field, ReplayBuffer
 
 TORCH = importlib.util.find_spec("torch") is not None
 
@@ -78,8 +77,7 @@ def record_episode(buffer, number, length):
 @pytest.fixture(autouse=True)
 def no_loops(monkeypatch):
     """Each test goes without the loops of `kernels`, as where numba is not installed."""
-    monkeypatch.setattr(SumTree, "loops", None)
-    monkeypatch.setattr(kernels, "compiled", lambda: None)
+    set_inside(monkeypatch, tree_loops=None, compiled_loops=lambda: None)
 
 
 @pytest.fixture(scope="session")
@@ -98,20 +96,13 @@ def bucket(s3):
 
 
 NUMBERS = itertools.count()
-LOOPS = kernels.Kernels(*(getattr(kernels, name) for name in kernels.Kernels._fields))  # as the Python that they are
-COMPILED = kernels.compiled
-
-
-def loops():
-    """Those of `kernels` as numba compiles them, or where there is none as they are."""
-    return COMPILED() or LOOPS
 
 
 @pytest.fixture(params=["numpy", "loops"])
 def both_ways(request, monkeypatch, no_loops):
     """Once by numpy, once by the loops."""
     if request.param == "loops":
-        monkeypatch.setattr(SumTree, "loops", loops())
+        set_inside(monkeypatch, tree_loops=loops())
 
 
 @pytest.fixture
@@ -143,13 +134,13 @@ def in_the_middle(monkeypatch):
     """`in_the_middle(action)`: it happens after the first field of the next batch was copied, before the others are."""
 
     def arrange(action, times=1):
-        copy, left = Gather.copy, [action] * times
+        copy, gather, left = get_inside("copy_rows"), get_inside("row_gather"), [action] * times
 
         def copied(self, whole):
             if not left:
                 return copy(self, whole)
             batch = dict(field_by_field(whole))
-            first = next((key for key, column in batch.items() if isinstance(column, RowGather)), None)
+            first = next((key for key, column in batch.items() if isinstance(column, gather)), None)
             columns = copy(self, {first: batch[first]} if first is not None else {})
             left.pop()()
             columns |= copy(self, {key: column for key, column in batch.items() if key != first})
@@ -157,13 +148,13 @@ def in_the_middle(monkeypatch):
 
         def field_by_field(batch):
             for key, column in batch.items():
-                if not isinstance(column, RowGather):
+                if not isinstance(column, gather):
                     yield key, column
                     continue
                 for one, name in zip(column.group.keys, column.group.names, strict=True):
                     yield one, column._replace(group=column.group._replace(keys=(one,), names=(name,)))
 
-        monkeypatch.setattr(Gather, "copy", copied)
+        set_inside(monkeypatch, copy_rows=copied)
 
     return arrange
 

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import conftest
+import inside
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ class Learning(RuleBasedStateMachine):
 
     @initialize(count=st.integers(1, 3), loops=st.booleans())
     def begin(self, count, loops):
-        SumTree.loops = conftest.loops() if loops else None
+        SumTree.loops = inside.loops() if loops else None
         self.root, self.slow, self.alpha = Path(tempfile.mkdtemp()), SlowPriorities(count), 0.6
         self.parts = [make(self.root / str(i)) for i in range(count)]
         self.join()

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from conftest import COMPILED, LOOPS, assert_same
-from inside import compiled_by, nodes_of, priorities_of, top_of
+from conftest import assert_same
+from inside import COMPILED, LOOPS, compiled_by, nodes_of, priorities_of, top_of
 
 from memmap_buffer import NStep, Prioritized, SumTree, Timestep, Window
 from memmap_buffer.format.syscalls import memory

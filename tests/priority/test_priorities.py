@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import conftest
+import inside
 import mounts
 import numpy as np
 import pytest
@@ -230,7 +230,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(loops=st.booleans())
     def go_by(self, loops):
-        SumTree.loops = conftest.loops() if loops else None
+        SumTree.loops = inside.loops() if loops else None
 
     @rule(alpha=st.sampled_from([0.25, ALPHA, 1.0]))
     def use(self, alpha):
@@ -355,7 +355,7 @@ class Ring(RuleBasedStateMachine):
 
     @initialize(loops=st.booleans())
     def begin(self, loops):
-        SumTree.loops = conftest.loops() if loops else None
+        SumTree.loops = inside.loops() if loops else None
         self.folder = Path(tempfile.mkdtemp())
         sizes = {"max_episodes": 9, "capacity": 10, "publish": "step", "spare_slots": 3}
         self.buffer = make(self.folder, **sizes)

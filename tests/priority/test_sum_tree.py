@@ -4,11 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from conftest import COMPILED, LOOPS
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from inside import keys_of, nodes_below_top, nodes_of
+from inside import COMPILED, LOOPS, keys_of, nodes_below_top, nodes_of
 from profiles import examples
 
 from memmap_buffer import NotEnoughDataError, SchemaError, SumTree

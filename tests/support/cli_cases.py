@@ -77,6 +77,13 @@ def make(folder: Path, numbers: range = range(10), **options: Any) -> Case:
     return case
 
 
+def main(*arguments: Any) -> int:
+    """The command in this process, and the number that it ends with."""
+    from memmap_buffer.cli import app
+
+    return app.main([str(argument) for argument in arguments])
+
+
 def run(*arguments: Any, given: str = "", before: str = "") -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own, not in a terminal; `before` is code to run first."""
     command = [sys.executable, "-c", f"{before}\n{RUN}", *map(str, arguments)]

@@ -24,6 +24,7 @@ from memmap_buffer import ReplayBuffer, StaleEpisodeError
 from memmap_buffer.format import syscalls
 from memmap_buffer.writing.commit import WriteHandles
 
+System = syscalls.System
 KILLED = 137
 OPERATIONS = tuple(
     name for name, value in vars(syscalls.System).items() if callable(value) and not name.startswith("_")

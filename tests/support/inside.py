@@ -1,4 +1,4 @@
-"""Parts of the library's objects that no public door shows, each named here alone: a rebuild changes this one place.
+"""Parts of the library that no public door shows, each named here alone: a rebuild changes this one place.
 
 A test asks for one of them only where neither a public method nor the files on the disk tell what it must know. What
 only some tests need is imported when it is asked for: others fork, which takes the longer the more was imported.
@@ -9,16 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer import ConcatBuffer, ReplayBuffer
+from memmap_buffer import ConcatBuffer, ReplayBuffer, Schema, View
 from memmap_buffer.format import layout, lock, syscalls
 from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.storage import Storage
 from memmap_buffer.items import epoch
 from memmap_buffer.loading import prioritized
 from memmap_buffer.priority import anchor_priorities, kernels
@@ -43,12 +44,271 @@ def around(patch: pytest.MonkeyPatch, place: Any, name: str, before: Any = None,
     patch.setattr(place, name, called)
 
 
+# Limits, functions and classes of the inside, by a name of their own
+
+
+def get_inside(name: str) -> Any:
+    """What a name of `PLACES` stands for, as it is now."""
+    owner, attribute = place_of(name)
+    return getattr(owner, attribute)
+
+
+def set_inside(patch: pytest.MonkeyPatch, **others: Any) -> None:
+    """Put others in the place of what names of `PLACES` stand for."""
+    for name, other in others.items():
+        patch.setattr(*place_of(name), other)
+
+
+def place_of(name: str) -> tuple[Any, str]:
+    """The module or class, and its attribute, that a name of `PLACES` stands for."""
+    module, _, path = PLACES[name].partition(":")
+    *owners, attribute = path.split(".")
+    return reduce(getattr, owners, import_module(f"memmap_buffer.{module}")), attribute
+
+
+PLACES = {
+    # limits
+    "staged_bytes": "writing.episode:CHUNK_BYTES",
+    "first_capacity": "writing.episode:FIRST_CAPACITY",
+    "staging": "writing.episode:Staging",
+    "episode_block": "writing.episode:Block",
+    "open_episodes": "format.open_episodes:OpenEpisodes",
+    "turn": "format.lock:Turn",
+    "encoded_bytes": "writing.blob_column:PART_BYTES",
+    "piece_bytes": "writing.commit:PIECE",
+    "redo_bytes": "writing.redo:PART",
+    "round_block": "writing.rounds:BLOCK",
+    "round_ahead": "writing.rounds:AHEAD",
+    "given_back_bytes": "writing.commit:BLOCK",
+    "punched_bytes": "format.syscalls:BLOCK",
+    "in_memory_systems": "writing.commit:MEMORY",
+    "path_look_seconds": "format.lock:LOOK_SECONDS",
+    "root_look_seconds": "remote.shards:LOOK_SECONDS",
+    "marks_look_seconds": "items.marked:LOOK_SECONDS",
+    "first_pause": "remote.objects:FIRST_PAUSE",
+    "longest_pause": "remote.objects:LONGEST_PAUSE",
+    "tries": "remote.objects:TRIES",
+    "settle_seconds": "maintenance.publish:SETTLE_SECONDS",
+    "merged_heads": "maintenance.publish:MERGED",
+    "merged_bytes": "maintenance.publish:MERGED_BYTES",
+    "max_root_bytes": "remote.layout:MAX_ROOT_BYTES",
+    "removed_together": "maintenance.garbage:TOGETHER",
+    "joined_files": "maintenance.compaction:MAX_FILES",
+    "joined_slots": "maintenance.compaction:MAX_SLOTS",
+    "joined_bytes": "maintenance.compaction:MAX_DERIVED_BYTES",
+    "publisher_wait_seconds": "maintenance.publisher:WAIT_SECONDS",
+    "pack_rounds": "maintenance.pack:ROUNDS",
+    "recoded_bytes": "maintenance.recoding:CHUNK",
+    "recoded_chunk": "maintenance.recoding:CODED_CHUNK",
+    "max_dictionary": "maintenance.recoding:MAX_DICTIONARY",
+    "snapshot_rounds": "maintenance.snapshot:ROUNDS",
+    "statistics_block_bytes": "maintenance.statistics:BLOCK_BYTES",
+    "statistics_sample": "maintenance.statistics:SAMPLE",
+    "disk_sample": "maintenance.disk:SAMPLE",
+    "in_memory_share": "maintenance.disk:IN_MEMORY",
+    "dictionary_samples_a_byte": "maintenance.recoding:SAMPLES_A_BYTE",
+    "filtered_steps": "items.filters:CHUNK_STEPS",
+    "most_touched": "items.live_index:MOST_TOUCHED",
+    "shared_least": "items.shared_arrays:LEAST",
+    "epoch_chunk": "loading.epochs:CHUNK",
+    "sampler_bytes": "loading.samplers:MOST_BYTES",
+    "samplers_kept": "loading.samplers:MOST",
+    "index_bytes": "views.batch_builder:INDEX_BYTES",
+    "widest_address": "views.by_address:WIDE",
+    "most_at": "format.syscalls:MOST_AT",
+    "max_batch_bytes": "views.batch_builder:MAX_BATCH_BYTES",
+    "batch_bytes": "views.gather:MAX_BATCH_BYTES",
+    "max_schema_bytes": "format.layout:MAX_SCHEMA_BYTES",
+    "max_serial": "format.records:MAX_SERIAL",
+    "npy_header": "format.syscalls:npy_header",
+    "max_slots": "format.layout:MAX_SLOTS",
+    "answer_seconds": "loading.batch_reader:ANSWER_SECONDS",
+    "disk_answer_seconds": "loading.read_ahead:ANSWER_SECONDS",
+    "gap_bytes": "loading.read_ahead:GAP_BYTES",
+    "row_gap": "loading.read_ahead:ROW_GAP",
+    "anchor_block": "priority.anchor_priorities:BLOCK",
+    "few_anchors": "priority.anchor_priorities:FEW",
+    "columns_chunk_bytes": "episode_columns:CHUNK_BYTES",
+    "group_steps": "interop.parquet:GROUP_STEPS",
+    "lerobot_group": "interop.lerobot:GROUP",
+    "frames_at_once": "interop.lerobot:AT_ONCE",
+    "video_mb": "interop.lerobot:VIDEO_MB",
+    "lerobot_data": "interop.lerobot:DATA",
+    "lerobot_episodes": "interop.lerobot:EPISODES",
+    # of the system
+    "system": "format.syscalls:system",
+    "map_to_read": "format.syscalls:map_to_read",
+    "can_forget": "format.syscalls:CAN_FORGET",
+    "in_memory": "format.folder:in_memory",
+    "ask_kernel": "format.folder:will_need",
+    "write_all": "format.syscalls:write_all",
+    "punch": "format.syscalls:punch",
+    "file_lock": "format.folder:FileLock",
+    "lock_clock": "format.lock:time.monotonic",
+    "file_system": "writing.commit:file_system",
+    "stores_are_writes": "writing.commit:stores_are_writes",
+    "allocate_for_commit": "writing.commit:allocate",
+    "allocate_for_rounds": "writing.rounds:allocate",
+    "write_word": "writing.commit:write_word",
+    "write_of_rounds": "writing.rounds:write_all",
+    "barrier_of_commit": "writing.commit:barrier",
+    "free_bytes": "format.folder:Folder.free_bytes",
+    "require_free": "format.folder:Folder.require_free",
+    "copy_file": "format.folder:Folder.copy_file",
+    "create_folder": "format.folder:Folder.create",
+    "create_array": "format.folder:Folder.create_array",
+    "rename_file": "format.folder:Folder.rename",
+    "map_array": "format.folder:Folder.map",
+    "create_buffer": "format.creation:create",
+    # writing
+    "commit": "writing.writer:commit",
+    "begin_writing": "writing.writer:Writer.begin",
+    "flush": "writing.writer:Writer.flush",
+    "take_over": "writing.writer:Writer._take_over",
+    "commit_pending": "writing.writer:Writer.commit_pending",
+    "publish_episode": "writing.writer:Writer.publish",
+    "publish_stream": "writing.vector_env:EpisodeStream.publish",
+    "give_back": "writing.commit:WriteHandles.give_back",
+    "map_for_writing": "writing.commit:WriteHandles.map",
+    "write_state": "writing.commit:WriteHandles.write_state",
+    "sum_updated_rows": "writing.redo:add_rows",
+    "add_field": "maintenance.schema_changes:add",
+    # reading
+    "columns_of": "format.journal:columns_of",
+    "changed_records": "format.journal:changed_records",
+    "damaged": "format.storage:Storage.damaged",
+    "coded_rows": "format.blobs:CodedRows",
+    "runs": "views.anchors:Runs",
+    "columns": "format.storage:Storage.columns",
+    "withdraw": "format.storage:Storage.withdraw",
+    "refresh_storage": "format.storage:Storage.refresh",
+    "change_marks": "format.marks:Marks.change",
+    "parse_marks": "format.marks:parsed",
+    "decode_rows": "format.blobs:CodedRows.decode_into",
+    "unchanged": "views.folders:Found.unchanged",
+    "folder_at": "views.folders:Folders.at",
+    "refresh_folders": "views.folders:Folders.refresh",
+    "copy_rows": "views.gather:Gather.copy",
+    "read_batch": "loading.batch_reader:BatchReader.read",
+    "build_batch": "loading.batch_reader:BatchReader.build",
+    "batch_reader": "api.reading:BatchReader",
+    "option_key": "api.reading:key_of",
+    "agree": "loading.distributed:ProcessRanks.agree",
+    "disk_took": "loading.read_ahead:Disk.took",
+    "disk_ask": "loading.read_ahead:Disk.ask",
+    "disk_reads": "loading.read_ahead:disk_reads",
+    "will_need": "loading.read_ahead:will_need",
+    "ask_for_blobs": "loading.read_ahead:ask_for_blobs",
+    "row_gather": "views.gather:RowGather",
+    "row_ranges": "views.row_ranges:RowRanges",
+    "matches": "items.filters:matches",
+    "left_of": "items.live_index:LiveIndex.left_of",
+    "new_anchors": "items.new_items:Anchors",
+    "episode_column": "items.weights:episode_column",
+    # priorities
+    "spread": "loading.prioritized:spread",
+    "ranks": "items.rank_partition:Ranks",
+    "in_turn": "priority.priorities:in_turn",
+    "while_locked": "priority.priorities:while_locked",
+    "by_tree": "priority.sum_tree:by_tree",
+    "open_priorities": "priority.priorities:Priorities.open",
+    "row_of_priorities": "priority.priorities:Priorities.row",
+    "end_of_tree": "priority.tree_file:TreeFile.end",
+    # copies and what is published
+    "publish": "maintenance.publisher:publish",
+    "begin_publishing": "maintenance.publisher:Publisher.begin",
+    "publisher_sleep": "maintenance.publisher:time.sleep",
+    "shards_in": "maintenance.publisher:shards_in",
+    "folders_in": "api.concat:folders_in",
+    "require_fields": "maintenance.publish:require_fields",
+    "settle": "maintenance.publish:settle",
+    "publish_clock": "maintenance.publish:time.time_ns",
+    "encode_many": "maintenance.recoding:encode_many",
+    "close_up": "maintenance.pack:close_up",
+    "replace_schema": "maintenance.pack:_replace_schema",
+    "write_counters": "maintenance.pack:write_counters",
+    "running_statistics": "maintenance.statistics:RunningStatistics",
+    "survey_state": "maintenance.verification:Survey.state",
+    "survey": "maintenance.verification:Survey",
+    "repaired_record": "maintenance.verification:repaired_record",
+    "most_records_tried": "maintenance.verification:MAX_TRIED",
+    "disk_file_system": "maintenance.disk:file_system",
+    "network_file_system": "maintenance.disk:network_filesystem",
+    "write_object": "remote.objects:Objects.write",
+    "swap_object": "remote.objects:Objects.replace_tagged",
+    "remove_older_objects": "remote.objects:Objects.remove_older",
+    "stream_object": "remote.objects:Objects.stream",
+    "list_objects": "remote.objects:Objects.names",
+    "head_object": "remote.layout:head_object",
+    "root_of": "remote.published:read_root",
+    "shard_of": "remote.published:read_shard",
+    "store_clock": "remote.objects:time.time",
+    "read_root": "remote.shards:read_root",
+    # the command
+    "available_memory": "cli.doctor_bench:available_memory",
+    "disk_speed": "cli.doctor_bench:measure_disk_speed",
+    "table_of": "cli.inspection:table_of",
+    "write_gif": "cli.pictures:write_gif",
+    "bench_levels": "cli.doctor_bench:LEVELS",
+    "histogram_bins": "cli.inspection:BINS",
+    "new_folder": "cli.folders:new_folder",
+    "bytes_of": "cli.terminal:bytes_of",
+    "shards_of": "cli.minimal:shards_of",
+    # loops and trees
+    "compiled_loops": "priority.kernels:compiled",
+    "tree_loops": "priority.sum_tree:SumTree.loops",
+}
+
 # What a folder is, and what is written to it
 
 
 def storage_of(buffer: ReplayBuffer) -> Any:
     """The folder as it is mapped: its files, layout, episode table and journal."""
     return buffer._storage
+
+
+def opened(folder: Path, **options: Any) -> Any:
+    """A folder as it is mapped, without a buffer; options as for `from_folder`."""
+    return Storage.open(folder, **options)
+
+
+def place_of_row(folder: Path, name: str, slot: int) -> tuple[Path, int]:
+    """The file of a field, and where in it the first row of a slot begins."""
+    array = layout.Layout.from_json((folder / "schema.json").read_bytes(), "schema.json").arrays[name]
+    return folder / array.name, array.offset(slot)
+
+
+def layout_of_capacity(schema: Schema, max_timesteps: int, capacity: int) -> Any:
+    """The sizes and files of a ring that is not made."""
+    return layout.Layout.derived(schema, None, max_timesteps, capacity=capacity)
+
+
+def create_empty(folder: Path, schema: Schema, max_episodes: int, max_timesteps: int) -> None:
+    """A folder without an episode, of which nothing is mapped."""
+    target = Folder(folder)
+    target.create()
+    with import_module("memmap_buffer.format.creation").creating(
+        target, layout.Layout(schema, max_episodes, max_timesteps)
+    ):
+        pass
+
+
+def checksums_of(folder: Path, slot: int, length: int, has_final: bool, columns: int) -> tuple[bytes, int]:
+    """The row of checksums.npy that the rows of a slot should have, and its digest."""
+    checksums = import_module("memmap_buffer.format.checksums")
+    storage = Storage(folder, read_only=True, verify="never")
+    row = checksums.checksum_row(storage.layout, storage.checksums_of(slot, length, has_final))
+    return row, checksums.digest_of(row, columns)
+
+
+def lock_folder(folder: Path) -> Any:
+    """The lock of a folder's writer, until nobody refers to it."""
+    return Folder(folder).lock()
+
+
+def schema_written_again(text: bytes) -> bytes:
+    """A schema.json, parsed and written again."""
+    return layout.Layout.from_json(text, "schema.json").to_json()
 
 
 def slot_of(folder: Path, serial: int) -> int:
@@ -94,6 +354,17 @@ def most_open_episodes(buffer: ReplayBuffer) -> int:
 def folders_of(buffer: ReplayBuffer | ConcatBuffer) -> Any:
     """The folders that it reads as one."""
     return buffer._folders
+
+
+def batch_reader_of(buffer: ReplayBuffer | ConcatBuffer, options: dict[str, Any]) -> Any:
+    """What reads batches by a set of options: its index has the anchors of all items."""
+    return import_module("memmap_buffer.loading.batch_reader").BatchReader(folders_of(buffer), options)
+
+
+def live_index_of(buffer: ReplayBuffer, view: View) -> Any:
+    """The index of all items of a view, which follows each change."""
+    selection = import_module("memmap_buffer.items.selection").Selection(view)
+    return import_module("memmap_buffer.items.live_index").LiveIndex(selection, folders_of(buffer))
 
 
 def samplers_of(buffer: ReplayBuffer | ConcatBuffer) -> list[Any]:
@@ -239,6 +510,11 @@ def locks_of(buffer: ConcatBuffer) -> list[Any]:
     return [*(mirror.blocks._changed for mirror in mirrors), folders_of(buffer)._lock, mirrors[0].cache._turn]
 
 
+def store_at(url: str, options: Any = None) -> Any:
+    """The objects at a URL."""
+    return import_module("memmap_buffer.remote.objects").Objects(url, options)
+
+
 def retry(buffer: ConcatBuffer, tries: int) -> None:
     """Have each request of its store be made so often before it is given up."""
     for store in {mirror.objects for mirror in mirrors_of(buffer)}:
@@ -313,6 +589,14 @@ def ranges_told(text: str) -> Any:
 
 
 # Priorities
+
+LOOPS = kernels.Kernels(*(getattr(kernels, name) for name in kernels.Kernels._fields))  # as the Python that they are
+COMPILED = kernels.compiled
+
+
+def loops() -> Any:
+    """The loops of trees as numba compiles them, or where there is none as they are."""
+    return COMPILED() or LOOPS
 
 
 def priorities_named(buffer: ReplayBuffer | ConcatBuffer, name: str = "td") -> Any:

@@ -27,6 +27,7 @@ STATE_WORD = {  # the first of each one's words of 8 bytes
     **{"base": 0, "next": 1, "synced": 2, "changes": 3, "term": 4, "pid": 5, "time": 6, "clean": 7, "suspect": 8},
     **{"boot": 9, "host": 11, "reserved": 19, "nonce": 20, "unused": 21, "inode": 21, "device": 22, "journal": 32},
 }
+REDO_START = struct.Struct("<8sQQII")  # of .redo: a magic word, the bytes of its head, all bytes, CRC-32 of both parts
 STATE_BYTES = 8 * (STATE_WORD["journal"] + JOURNAL)
 
 NUMERIC = (
