@@ -18,10 +18,9 @@ import filelock
 import numpy as np
 import pytest
 from fault_injection import fork, in_child, listing, shown, system
-from inside import forgotten_lock_of
+from inside import forgotten_lock_of, set_inside
 
 from memmap_buffer import BufferLockedError, ReadOnlyError, ReplayBuffer, WriterLostError
-from memmap_buffer.format import folder
 
 FIELDS = {"x": ("float", 3), "reward": "float"}
 
@@ -285,7 +284,7 @@ def test_a_writer_whose_lock_does_not_hold_is_fenced_by_the_next_ones_term(tmp_p
 
             def release(self): ...
 
-        folder.FileLock = NoLock
+        set_inside(pytest.MonkeyPatch(), file_lock=NoLock)
         second = ReplayBuffer.from_folder(tmp_path)
         second.store_episode(**whole(3))
         tell(rewards(second))

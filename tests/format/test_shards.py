@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import fork
-from inside import folders_of
+from inside import folders_of, get_inside, opened, set_inside
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -25,8 +25,6 @@ from memmap_buffer import (
     StaleEpisodeError,
     WriterLostError,
 )
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority.priorities import Priorities
 
 STEPS = {"timestep_level": True, "return_indices": True}
 SIZES = {"max_episodes": 20, "max_timesteps": 4, "fields": {"x": "int"}, "meta_fields": {"task": ("int", (), 0)}}
@@ -258,8 +256,8 @@ class TestPriorities:
 
     def test_priorities_in_memory_that_are_made_anew_are_not_those_of_a_shard_that_took_the_place(self, tmp_path):
         shard(tmp_path, 0, *range(4))
-        storage = Storage.open(tmp_path / "shard-00000", read_only=True)
-        priorities = Priorities.open(storage, "default")
+        storage = opened(tmp_path / "shard-00000", read_only=True)
+        priorities = get_inside("open_priorities")(storage, "default")
         priorities.follow()
         shutil.rmtree(tmp_path / "shard-00000")
         shard(tmp_path, 0, *range(4))
@@ -269,8 +267,8 @@ class TestPriorities:
 
 class TestNumbers:
     def test_cost_follows_how_many_shards_there_are_and_not_their_numbers(self, tmp_path, monkeypatch):
-        made, withdraw = [], Storage.withdraw
-        monkeypatch.setattr(Storage, "withdraw", lambda *args: made.append(args) or withdraw(*args))
+        made, withdraw = [], get_inside("withdraw")
+        set_inside(monkeypatch, withdraw=lambda *args: made.append(args) or withdraw(*args))
         for number in (99_999, 0):
             shard(tmp_path, number, *range(number, number + 6))
         root = ConcatBuffer.from_root(tmp_path)

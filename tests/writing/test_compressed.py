@@ -17,6 +17,7 @@ from conftest import assert_same
 from fault_injection import KILLED, in_child, shown, state_of, system, without_barriers
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import get_inside, set_inside
 from profiles import examples
 from specification import NUMERIC
 from strategies import MEMORY
@@ -38,10 +39,6 @@ from memmap_buffer import (
     Zstd,
     verify,
 )
-from memmap_buffer.format import syscalls
-from memmap_buffer.format.syscalls import BLOCK
-from memmap_buffer.writing import blob_column, commit
-from memmap_buffer.writing import episode as staging
 
 LONGEST = 9
 FIELDS = {
@@ -166,11 +163,9 @@ def test_whatever_is_done_compressed_and_raw_fields_hold_the_same(
     place = Path(MEMORY or tmp_path_factory.getbasetemp()) / f"compressed-{os.getpid()}"
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (syscalls, commit):  # every byte is given back, wherever the folder lies
-                patch.setattr(module, "BLOCK", 1)
-            patch.setattr(commit, "MEMORY", ())
-            patch.setattr(blob_column, "PART_BYTES", 300)
-            patch.setattr(staging, "CHUNK_BYTES", 2000)
+            # Every byte is given back, wherever the folder lies.
+            set_inside(patch, punched_bytes=1, given_back_bytes=1, in_memory_systems=())
+            set_inside(patch, encoded_bytes=300, staged_bytes=2000)
             pair = Pair(place, max_episodes=2 if "capacity" not in mode else 4, spare_slots=1, **mode)
             for change in changes:
                 do(pair, *change)
@@ -345,9 +340,8 @@ def test_what_looks_at_rows_goes_on_where_they_are_overwritten_meanwhile(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Filters, statistics and goals: an episode that is gone when its bytes turn out to be none is no error."""
-    from memmap_buffer.format.blobs import CodedRows
 
-    decode, reader = CodedRows.decode_into, ReplayBuffer.from_folder(pair.coded.folder, read_only=True)
+    decode, reader = get_inside("decode_rows"), ReplayBuffer.from_folder(pair.coded.folder, read_only=True)
 
     def late(self: Any, index: Any, out: Any, places: Any) -> Any:
         if waiting:
@@ -357,7 +351,7 @@ def test_what_looks_at_rows_goes_on_where_they_are_overwritten_meanwhile(
             return np.arange(len(index))
         return decode(self, index, out, places)
 
-    monkeypatch.setattr(CodedRows, "decode_into", late)
+    set_inside(monkeypatch, decode_rows=late)
     for times, turned, read in (
         (2, 8, lambda: reader.sample(16, timestep_level=True, filter_fields={"number": (0, 10**6)})),
         (2, 8, lambda: reader.sample(16, n_steps=2, hindsight=HINDSIGHT)),
@@ -379,8 +373,8 @@ def test_an_episode_that_met_a_full_disk_goes_on_with_other_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], at: int
 ) -> None:
     """Blobs that were asked for once already are asked for again, some of them of steps that came in their place."""
-    monkeypatch.setattr(blob_column, "PART_BYTES", 2 * 144)  # two frames are encoded together
-    monkeypatch.setattr(staging, "CHUNK_BYTES", 4 * sum(field.itemsize for field in RAW.values()))
+    set_inside(monkeypatch, encoded_bytes=2 * 144)  # two frames are encoded together
+    set_inside(monkeypatch, staged_bytes=4 * sum(field.itemsize for field in RAW.values()))
     data, other = episode_of(1, 9), episode_of(2, 9)
     with ReplayBuffer(tmp_path / "a", 4, LONGEST, FIELDS, spare_slots=2, **how) as buffer:
         buffer.begin_episode().abort()
@@ -482,8 +476,8 @@ def test_a_ring_gives_the_space_of_larger_blobs_back(tmp_path: Path, capacity: i
                 buffer.store_episode(frame=np.full((64, 128, 128), wrap, np.uint8))
         small = used()
     assert large >= 4 * noise.nbytes
-    if commit.file_system(tmp_path) not in commit.MEMORY:
-        assert small <= 6 * 2 * BLOCK < large / 2
+    if get_inside("file_system")(tmp_path) not in get_inside("in_memory_systems"):
+        assert small <= 6 * 2 * get_inside("punched_bytes") < large / 2
 
 
 # Whatever ends a change, it is done or not

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import flags_of, shown, system
+from inside import set_inside
 from specification import CUT, FINAL, TERMINATED
 
 from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer, SchemaError, verify
-from memmap_buffer.writing import episode as episodes
 
 FIELDS = {
     "obs": Field("float", 2, final=True),
@@ -382,7 +382,7 @@ def test_an_episode_that_is_over_takes_nothing_more(buffer):
 
 @pytest.mark.parametrize("options", [{}, {"stage": "disk", "spare_slots": 2}], ids=str)
 def test_a_full_buffer_refuses_to_begin_what_it_could_not_publish(tmp_path, monkeypatch, options):
-    monkeypatch.setattr(episodes, "CHUNK_BYTES", 1)  # a slot is taken as soon as there is a second step
+    set_inside(monkeypatch, staged_bytes=1)  # a slot is taken as soon as there is a second step
     with ReplayBuffer(tmp_path, 2, 5, FIELDS, **options) as full:
         full.store_episode(**whole(0))
         waiting = full.begin_episode()
@@ -405,7 +405,7 @@ def test_a_full_buffer_refuses_to_begin_what_it_could_not_publish(tmp_path, monk
 def test_timesteps_that_are_appended_together_are_those_that_are_stored_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(episodes, "CHUNK_BYTES", 60)  # several chunks
+    set_inside(monkeypatch, staged_bytes=60)  # several chunks
     fields = {"x": Field("int", (2,), final=True), "done": "bool"}
     found = []
     for way in ("together", "one by one"):

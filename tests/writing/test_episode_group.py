@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import system
-from inside import hand_on, shows_steps, storage_of
+from inside import hand_on, set_inside, shows_steps, storage_of
 from interruptions import interrupted
 from ways import way_of
 
 from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, SchemaError, verify
-from memmap_buffer.writing import commit, episode
 
 SIZE, STEPS = 3, 12
 FIELDS = {
@@ -37,9 +36,9 @@ MODES = {
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episode, "CHUNK_BYTES", 100)  # so that what is staged is written out, too
-    monkeypatch.setattr(episode, "FIRST_CAPACITY", 2)  # and grows
-    monkeypatch.setattr(commit, "barrier", lambda fd: None)
+    set_inside(monkeypatch, staged_bytes=100)  # so that what is staged is written out, too
+    set_inside(monkeypatch, first_capacity=2)  # and grows
+    set_inside(monkeypatch, barrier_of_commit=lambda fd: None)
 
 
 def step_of(value: int, fields: dict[str, Any]) -> dict[str, Any]:

@@ -17,14 +17,13 @@ import pytest
 from fault_injection import KILLED, in_child, system, without_barriers
 from hypothesis import given
 from hypothesis import strategies as st
-from inside import files_of, take_lock
+from inside import changes_of, files_of, opened, take_lock
 from profiles import examples
 from reference import Episode, Reference
 from specification import JOURNAL
 from strategies import MEMORY, assert_indexed, assert_view
 
 from memmap_buffer import NStep, Prioritized, ReplayBuffer, Window, pack, unpack, verify
-from memmap_buffer.format.storage import Storage
 
 FIELDS = {"id": "int", "terminated": ("bool", (), False), "truncated": ("bool", (), False)}
 LIMIT, SLOTS = 12, 60
@@ -291,7 +290,7 @@ def test_up_to_as_many_episodes_are_trimmed_at_once_as_there_are_environments(tm
             buffer.add(id=[10 * i + t for i in range(4)], terminated=[False] * 4)
         assert ids(buffer) == [4, 5, 14, 15, 24, 25, 34, 35]
         assert buffer.num_episodes == 0 and buffer.num_steps == 8
-        table = Storage.open(tmp_path).table
+        table = opened(tmp_path).table
         assert table.start[table.visible].tolist() == [4] * 4
 
 
@@ -374,8 +373,8 @@ def test_a_reader_that_looks_seldom_finds_all_that_changed(tmp_path: Path, chang
     with make(tmp_path, 25, publish="step") as buffer, looker(tmp_path) as reader:
         count = 0
         for _ in range(2):
-            seen = Storage.open(tmp_path).changes
-            while Storage.open(tmp_path).changes < seen + changes:
+            seen = changes_of(tmp_path)
+            while changes_of(tmp_path) < seen + changes:
                 buffer.add(id=count, terminated=count % 10 == 9)
                 count += 1
             assert ids(reader) == ids(buffer) == list(range(max(0, count - 25), count))
@@ -383,7 +382,7 @@ def test_a_reader_that_looks_seldom_finds_all_that_changed(tmp_path: Path, chang
 
 def test_a_change_tells_its_slots_and_one_of_too_many_that_all_may_have_changed(tmp_path: Path) -> None:
     with make(tmp_path, 10, publish="step") as buffer:
-        storage = Storage.open(tmp_path)
+        storage = opened(tmp_path)
         buffer.store_episode(id=range(3))
         before = storage.changes
         buffer.store_episode(id=[3])

@@ -12,15 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import in_child
-from inside import changes_of, open_episodes, round_of, storage_of
+from inside import changes_of, get_inside, open_episodes, round_of, set_inside, storage_of
 from interruptions import interrupted
 from ways import way_of
 
 from memmap_buffer import Field, ReplayBuffer, WriterLostError, verify
-from memmap_buffer.format import lock
-from memmap_buffer.format.host import stores_are_writes
-from memmap_buffer.writing import commit, rounds
-from memmap_buffer.writing.commit import WriteHandles
 
 FIELDS = {
     "observation": Field("float32", (3,), final=True),
@@ -63,14 +59,14 @@ def contents(folder: Path) -> list[Any]:
 
 
 where_maps_are_stored_to = pytest.mark.skipif(
-    not stores_are_writes(Path(tempfile.gettempdir())),
+    not get_inside("stores_are_writes")(Path(tempfile.gettempdir())),
     reason="stores into maps are no writes on this file system or processor",
 )
 
 
 @pytest.fixture
 def never_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "stores_are_writes", lambda path: False)
+    set_inside(monkeypatch, stores_are_writes=lambda path: False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -78,12 +74,12 @@ def never_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_stored_at_once_is_what_is_written_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_envs: int, dtype: str
 ) -> None:
-    if not stores_are_writes(tmp_path):
+    if not get_inside("stores_are_writes")(tmp_path):
         pytest.skip("stores into maps are no writes on this file system or processor")
     together = 0
     for name in ("mapped", "written"):
         if name == "written":
-            monkeypatch.setattr(commit, "stores_are_writes", lambda path: False)
+            set_inside(monkeypatch, stores_are_writes=lambda path: False)
         rng = np.random.default_rng(3)
         with created(tmp_path / name, num_envs) as buffer:
             for call in range(150):
@@ -99,12 +95,14 @@ def test_what_is_stored_at_once_is_what_is_written_one_by_one(
 
 
 @where_maps_are_stored_to
-@pytest.mark.parametrize(("block", "stored"), [(1600, 4), (rounds.BLOCK, 1)], ids=["step by step", "slots together"])
+@pytest.mark.parametrize(
+    ("block", "stored"), [(1600, 4), (get_inside("round_block"), 1)], ids=["step by step", "slots together"]
+)
 def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, stored: int
 ) -> None:
-    monkeypatch.setattr(rounds, "BLOCK", block)
-    monkeypatch.setattr(rounds, "AHEAD", 1600)  # a frame
+    set_inside(monkeypatch, round_block=block)
+    set_inside(monkeypatch, round_ahead=1600)  # a frame
     rng = np.random.default_rng(0)
     buffer = created(tmp_path, 2)
     steps = [
@@ -118,7 +116,7 @@ def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_o
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
-        patch.setattr(rounds, "allocate", full)
+        set_inside(patch, allocate_for_rounds=full)
         buffer.add(**steps[stored])
     assert contents(tmp_path) == before
     for step in steps[stored:]:
@@ -167,7 +165,7 @@ def test_a_timestep_of_which_a_wide_row_cannot_be_written_is_of_no_environment(
     ]
     for step in steps[:4]:
         buffer.add(**step)
-    before, written, left = contents(tmp_path), rounds.write_all, [None]
+    before, written, left = contents(tmp_path), get_inside("write_of_rounds"), [None]
 
     def fails(*what: Any) -> None:
         if not left:
@@ -176,7 +174,7 @@ def test_a_timestep_of_which_a_wide_row_cannot_be_written_is_of_no_environment(
         written(*what)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no such sector"):
-        patch.setattr(rounds, "write_all", fails)
+        set_inside(patch, write_of_rounds=fails)
         buffer.add(**steps[4])
     assert not left
     assert contents(tmp_path) == before
@@ -210,14 +208,14 @@ def test_counters_that_cannot_be_stored_to_are_written(
         raise OSError(errno.ENOMEM if why == "no map" else errno.EOPNOTSUPP, "cannot be done")
 
     if why == "another file system":
-        monkeypatch.setattr(commit, "stores_are_writes", lambda path: False)
+        set_inside(monkeypatch, stores_are_writes=lambda path: False)
     elif why == "no blocks":
-        monkeypatch.setattr(commit, "allocate", fails)
+        set_inside(monkeypatch, allocate_for_commit=fails)
     else:
-        monkeypatch.setattr(WriteHandles, "map", fails)
+        set_inside(monkeypatch, map_for_writing=fails)
     words: list[int] = []
-    written = commit.write_word
-    monkeypatch.setattr(commit, "write_word", lambda fd, value, at: words.append(value) or written(fd, value, at))
+    written = get_inside("write_word")
+    set_inside(monkeypatch, write_word=lambda fd, value, at: words.append(value) or written(fd, value, at))
     rng, reader = np.random.default_rng(0), None
     with created(tmp_path, 2) as buffer:
         for call in range(6):
@@ -240,7 +238,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
 
     created(tmp_path, 2).close()
     with ReplayBuffer.from_folder(tmp_path) as buffer, monkeypatch.context() as full:
-        full.setattr(commit, "allocate", fails)
+        set_inside(full, allocate_for_commit=fails)
         with pytest.raises(OSError, match=os.strerror(error)):
             buffer.add(**timestep(0, 2, np.random.default_rng(0)))
     with ReplayBuffer.from_folder(tmp_path) as buffer:
@@ -250,7 +248,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
 
 
 def test_who_may_not_write_any_more_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "LOOK_SECONDS", 0.0)
+    set_inside(monkeypatch, path_look_seconds=0.0)
     rng, plain = np.random.default_rng(0), {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
     buffer = created(tmp_path / "a", 2)
     for call in range(4):
@@ -282,14 +280,14 @@ def test_where_stores_into_maps_are_no_writes_timesteps_are_written(tmp_path: Pa
 
 def test_space_is_given_back_only_after_readers_were_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, told, seen = np.random.default_rng(0), [], []
-    give_back = WriteHandles.give_back
+    give_back = get_inside("give_back")
 
-    def watched(files: WriteHandles, slot: int, start: int, stop: int) -> None:
+    def watched(files: Any, slot: int, start: int, stop: int) -> None:
         if start == 0:  # all of an episode that left; else rows beyond those that a new one has
             told.append(files.storage.changes > seen[-1])
         give_back(files, slot, start, stop)
 
-    monkeypatch.setattr(WriteHandles, "give_back", watched)
+    set_inside(monkeypatch, give_back=watched)
     with created(tmp_path, 2, capacity=30) as buffer:
         for call in range(120):
             seen.append(changes_of(tmp_path))
@@ -303,7 +301,7 @@ def test_an_end_of_one_environment_takes_as_many_calls_however_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish: str
 ) -> None:
     """Beside what the steps take by themselves; those of the first end are not counted, which come once."""
-    monkeypatch.setattr(lock, "LOOK_SECONDS", 1e9)  # what is counted is done within the time between two looks
+    set_inside(monkeypatch, path_look_seconds=1e9)  # what is counted is done within the time between two looks
     calls = []
     for num_envs in (4, 32):
         rng, plain = np.random.default_rng(0), np.zeros(num_envs, bool)

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import system
+from inside import get_inside, set_inside
 
 from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, verify
-from memmap_buffer.format.open_episodes import OpenEpisodes
-from memmap_buffer.writing import episode
 
 FIELDS = {
     "observation": Field("float32", (3,), final=True),
@@ -80,8 +79,7 @@ def test_all_ways_to_stage_publish_the_same_episodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_envs: int, seed: int
 ) -> None:
     """Memory for few timesteps, so that it grows, or is written out, in the middle of episodes."""
-    monkeypatch.setattr(episode, "FIRST_CAPACITY", 2)
-    monkeypatch.setattr(episode, "CHUNK_BYTES", 300)
+    set_inside(monkeypatch, first_capacity=2, staged_bytes=300)
     found = {}
     for name, options in WAYS.items():
         with ReplayBuffer(
@@ -153,7 +151,7 @@ def test_after_lists_that_have_no_room_the_episodes_go_on(tmp_path: Path) -> Non
 
 def test_an_episode_that_another_folder_took_is_none_of_the_first_any_more() -> None:
     """Also where that was interrupted before the first had let go of it."""
-    mine, other = SimpleNamespace(episodes=OpenEpisodes()), SimpleNamespace(episodes=OpenEpisodes())
+    mine, other = (SimpleNamespace(episodes=get_inside("open_episodes")()) for _ in range(2))
 
     class Moved:
         state, was_left, writer = "open", True, SimpleNamespace(lock=mine)

@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pytest
 from fault_injection import Play, flags_of, in_child, operations_of, perform, shown, state_of, system, without_barriers
+from inside import get_inside, set_inside
 from specification import FINAL, OPEN, TERMINATED
 
 from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, SchemaError, StaleEpisodeError, verify
-from memmap_buffer.writing import redo
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +57,8 @@ OLD = [[0, 1, 2], [10, 11], [20, 21, 22, 23]]
 
 
 def test_several_timesteps_of_a_field_are_overwritten_by_one_call_that_sums_the_field_once(buffer, monkeypatch):
-    summed, add_rows = [], redo.add_rows
-    monkeypatch.setattr(redo, "add_rows", lambda sums, rows: summed.append(len(rows)) or add_rows(sums, rows))
+    summed, add_rows = [], get_inside("sum_updated_rows")
+    set_inside(monkeypatch, sum_updated_rows=lambda sums, rows: summed.append(len(rows)) or add_rows(sums, rows))
     buffer.store_datapoint(2, 1, "y", 7)
     one = sum(summed)
     buffer.store_datapoint(2, [3, 0, 2], "y", [43, 40, 42])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import system, without_barriers
+from specification import REDO_START
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -18,7 +19,6 @@ from memmap_buffer import (
     Window,
     verify,
 )
-from memmap_buffer.writing import redo
 
 FIELDS = {
     "x": Field("float32", (3,), final=True),
@@ -274,9 +274,9 @@ def test_a_redo_file_is_of_so_many_episodes_and_runs_that_its_head_stays_small(t
     heads = {}
 
     def look():
-        if (folder / ".redo").exists() and len(data := (folder / ".redo").read_bytes()) > redo.START.size:
-            size = redo.START.unpack(data[: redo.START.size])[1]
-            heads[data] = json.loads(data[redo.START.size :][:size])
+        if (folder / ".redo").exists() and len(data := (folder / ".redo").read_bytes()) > REDO_START.size:
+            size = REDO_START.unpack(data[: REDO_START.size])[1]
+            heads[data] = json.loads(data[REDO_START.size :][:size])
 
     folder = tmp_path / "many"
     with ReplayBuffer(folder, 100, 200, {"x": "int"}) as buffer:

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from inside import get_inside, set_inside
 from profiles import examples
 from specification import CUT, OPEN
 
@@ -34,9 +35,6 @@ from memmap_buffer import (
     WriterLostError,
     verify,
 )
-from memmap_buffer.format import journal
-from memmap_buffer.writing import commit
-from memmap_buffer.writing import episode as episodes
 
 FIELDS = {"x": Field("float", 2, final=True), "y": "int", "truncated": ("bool", (), False)}
 META = {"task": "int"}
@@ -67,10 +65,10 @@ def ys(source):
 def test_an_episode_written_in_pieces_is_byte_for_byte_one_written_at_once(tmp_path, monkeypatch, options):
     """Data, checksums and records, where every write of a piece is short, too."""
     monkeypatch.setattr("time.time", lambda: 7.0)
-    monkeypatch.setattr(episodes, "CHUNK_BYTES", 300)
+    set_inside(monkeypatch, staged_bytes=300)
     folders = [tmp_path / "at once", tmp_path / "in pieces"]
     for folder, piece in zip(folders, (1 << 18, 40), strict=True):
-        monkeypatch.setattr(commit, "PIECE", piece)
+        set_inside(monkeypatch, piece_bytes=piece)
         with make(folder, 3, 50, **options) as buffer, system(short=30 * (piece == 40)):
             for value in range(5):
                 with buffer.one_episode(task=value) as episode:
@@ -268,8 +266,8 @@ def test_an_episode_that_leaves_while_it_is_open_ends_with_a_sound_record(tmp_pa
 
 @pytest.mark.parametrize("durability", ["process", "power"])
 def test_to_delete_many_episodes_takes_as_many_reads_and_writes_as_to_delete_one(tmp_path, monkeypatch, durability):
-    read, columns_of = [], journal.columns_of
-    monkeypatch.setattr(journal, "columns_of", lambda *a: read.append(a) or columns_of(*a))
+    read, columns_of = [], get_inside("columns_of")
+    set_inside(monkeypatch, columns_of=lambda *a: read.append(a) or columns_of(*a))
     costs = []
     for count in (1, 20):
         with make(tmp_path / str(count), 40, durability=durability) as buffer:
@@ -287,15 +285,15 @@ def test_to_delete_many_episodes_takes_as_many_reads_and_writes_as_to_delete_one
 
 @pytest.mark.parametrize("durability", ["process", "power"])
 def test_readers_of_one_deleted_episode_look_at_no_other(tmp_path, monkeypatch, durability):
-    looked, columns_of = [], journal.columns_of
+    looked, columns_of = [], get_inside("columns_of")
     with make(tmp_path, 40, durability=durability) as buffer:
         for value in range(40):
             buffer.store_episode(**whole(value))
         reader = ReplayBuffer.from_folder(tmp_path, read_only=True)
         buffer.delete(3)
         assert len(buffer) == len(reader) == 39
-        monkeypatch.setattr(journal, "columns_of", lambda *a: looked.append(len(a[0])) or columns_of(*a))
-        monkeypatch.setattr(journal, "changed_records", lambda *a: pytest.fail("every record was compared"))
+        set_inside(monkeypatch, columns_of=lambda *a: looked.append(len(a[0])) or columns_of(*a))
+        set_inside(monkeypatch, changed_records=lambda *a: pytest.fail("every record was compared"))
         buffer.delete(-1)
         buffer.delete([0, 20])
         kept = [value for value in range(39) if value not in (0, 3, 21)]
@@ -618,7 +616,7 @@ class Interleaved(RuleBasedStateMachine):
 
 
 def test_any_interleaving_of_calls_shows_what_a_plain_model_says(monkeypatch):
-    monkeypatch.setattr(episodes, "CHUNK_BYTES", 40)
-    monkeypatch.setattr(commit, "PIECE", 16)  # two rows of a field
+    set_inside(monkeypatch, staged_bytes=40)
+    set_inside(monkeypatch, piece_bytes=16)  # two rows of a field
     chosen = examples(60, stateful_step_count=30, derandomize=True, database=None)
     run_state_machine_as_test(Interleaved, settings=settings(chosen, suppress_health_check=list(HealthCheck)))

@@ -11,10 +11,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import numpy as np
+import pytest
+from inside import set_inside
 from make_v1 import neutralise
 
 from memmap_buffer import Field, Jpeg, ReplayBuffer, pack, unpack
-from memmap_buffer.maintenance import recoding
 
 FOLDER = Path(__file__).parent / "v1-blobs"
 PACKED = FOLDER.with_name("v1-blobs-packed")
@@ -47,7 +48,7 @@ def frame(serial: int, t: int) -> np.ndarray:
 
 
 def make() -> None:
-    recoding.SAMPLES_A_BYTE = 10  # a dictionary is made by fewer timesteps
+    set_inside(pytest.MonkeyPatch(), dictionary_samples_a_byte=10)  # a dictionary is made by fewer timesteps
     here = Path(mkdtemp())
     with ReplayBuffer(here / "plain", 3, 40, FIELDS) as buffer:
         for serial in (0, 1):
