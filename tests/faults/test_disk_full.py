@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import in_child, system
+from inside import set_inside
 from kill_writer import CODED, RING, content, exact, following, make, staged, steps
 from mounts import fill, on_ext4, on_tmpfs
 
@@ -118,9 +119,7 @@ def test_a_full_disk_raises_and_the_same_episode_is_published_once_there_is_spac
 
 def run_full_in_place(tell: Callable[[Any], None], disk: Path, **options: Any) -> None:
     """Fill a disk while an episode is open that is written as it grows; it goes on when there is space."""
-    from memmap_buffer.writing import episode as staging
-
-    staging.CHUNK_BYTES = 3 * 4300
+    set_inside(pytest.MonkeyPatch(), staged_bytes=3 * 4300)  # in a process of its own
     folder, ballast = disk / "buffer", disk / "ballast"
     buffer = make(folder, **SIZES, **options)
     for serial in range(3):

@@ -32,7 +32,8 @@ import numpy as np
 import pytest
 from damage import header_size, killed, rewrite_record, rewrite_state
 from doors import DOORS, copy, look, mend, read, replace, write
-from fault_injection import KILLED, in_child, listing, shown
+from fault_injection import KILLED, in_child, listing, shown, without_barriers
+from inside import create_empty, get_inside, opened, place_of_row, set_inside
 from specification import sealed
 
 from memmap_buffer import (
@@ -47,16 +48,9 @@ from memmap_buffer import (
     repair,
     verify,
 )
-from memmap_buffer.format import syscalls
-from memmap_buffer.format.creation import creating
-from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import Layout
-from memmap_buffer.format.records import MAX_SERIAL
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import npy_header
-from memmap_buffer.items import filters
 
 HANGS_AFTER = 20  # seconds
+MAX_SERIAL = get_inside("max_serial")
 
 
 @pytest.fixture
@@ -67,8 +61,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _no_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     """No power is cut here, and the disk takes milliseconds for each barrier."""
-    monkeypatch.setattr(syscalls.System, "barrier", lambda self, fd: None)
-    monkeypatch.setattr(syscalls.System, "sync_folder", lambda self, directory: None)
+    without_barriers(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +111,7 @@ def enter(prepare: Callable[[Path], Any], place: Path, doors: tuple[Any, ...] = 
 def test_no_code_of_a_folder_is_run(folder: Path, tmp_path: Path) -> None:
     """Fault 52: files of other programs are ignored, whatever their names; the interpreter itself is the witness."""
     bomb = b"cos\nsystem\n(S'touch " + str(tmp_path / "pwned").encode() + b"'\ntR."
-    objects = npy_header("'|O'", (1,)) + bomb
+    objects = get_inside("npy_header")("'|O'", (1,)) + bomb
     for name in ("metadata.pkl", "pickle.pkl", "schema.pkl", "extra/splits.pkl", "data/more.npy", "priority/tree.npy"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(objects if name.endswith("npy") else bomb)
@@ -494,11 +487,8 @@ def test_opening_a_sparse_buffer_of_16_tebibytes_costs_no_reading_and_little_mem
 def test_the_most_slots_that_a_schema_can_ask_for_can_be_opened(tmp_path: Path) -> None:
     """The table is the one thing that is read whole: some 100 bytes a slot, however empty."""
     signal.alarm(0)
-    target, layout = Folder(tmp_path / "buffer"), Layout(Schema({"x": "bool"}), 2**24 - 1, 2)
-    target.create()
-    with creating(target, layout):
-        pass
-    rewrite_record(target.path, 7, generation=2, length=1, first_row=14)
+    create_empty(tmp_path / "buffer", Schema({"x": "bool"}), 2**24 - 1, 2)
+    rewrite_record(tmp_path / "buffer", 7, generation=2, length=1, first_row=14)
     mebibytes, _ = peak_of("assert len(ReplayBuffer.from_folder(folder, read_only=True)) == 1", tmp_path / "buffer")
     assert mebibytes < 3000  # a GiB of it is the mapped file
 
@@ -532,12 +522,10 @@ def test_a_filter_looks_at_a_long_episode_in_pieces(
     """So that a crafted length costs time, and no memory."""
     options = {**options, "filter_fields": {"number": lambda number: number % 100 != 2}, "return_indices": True}
     whole = [batch["_indices"].tolist() for batch in ReplayBuffer.from_folder(folder).dataloader(2, **options)]
-    monkeypatch.setattr(filters, "CHUNK_STEPS", 2)
+    set_inside(monkeypatch, filtered_steps=2)
     looked_at: list[int] = []
-    matches = filters.matches
-    monkeypatch.setattr(
-        filters, "matches", lambda column, *rest: looked_at.append(len(column)) or matches(column, *rest)
-    )
+    matches = get_inside("matches")
+    set_inside(monkeypatch, matches=lambda column, *rest: looked_at.append(len(column)) or matches(column, *rest))
     assert [batch["_indices"].tolist() for batch in ReplayBuffer.from_folder(folder).dataloader(2, **options)] == whole
     assert max(looked_at) <= 4
 
@@ -679,12 +667,12 @@ def redo(head: Any, data: bytes = b"", /, **start: int) -> bytes:
 
 def redos() -> dict[str, bytes]:
     """Redo files with a right CRC, most of which say what no writer says."""
-    layout = Layout.from_json((damage.example() / "schema.json").read_bytes(), "here")
     old = np.load(damage.example() / "episodes.npy")[3]
     values = {name: int(old[name]) for name in old.dtype.names}
     generation = values["generation"]
     record = sealed(**values | {"generation": generation + 2})
-    at = {key: array.offset(3) for key, array in layout.arrays.items()}
+    arrays = opened(damage.example(), read_only=True).layout.arrays
+    at = {key: array.offset(3) for key, array in arrays.items()}
     head = {
         "slot": 3,
         "serial": 3,
@@ -699,7 +687,7 @@ def redos() -> dict[str, bytes]:
     def piece(key: Any, offset: Any, length: Any, data: bytes = b"x" * 8) -> bytes:
         return but(data, pieces=[[key, offset, length]])
 
-    size = layout.arrays["number"].size
+    size = arrays["number"].size
     return {
         "right": but(),
         "empty": b"",
@@ -732,8 +720,8 @@ def redos() -> dict[str, bytes]:
         "a record with a wrong check": but(record=(record[:-1] + b"\0").hex()),
         **{f"pieces {value!r}": but(pieces=value) for value in (None, 7, "abc", [7], [[]], [["number", 1]], {"a": 1})},
         "another slot": piece("number", at["number"] - 8, 8),
-        "the next slot": piece("number", layout.arrays["number"].offset(4), 8),
-        "over the end of the slot": piece("number", layout.arrays["number"].offset(4) - 4, 8),
+        "the next slot": piece("number", arrays["number"].offset(4), 8),
+        "over the end of the slot": piece("number", arrays["number"].offset(4) - 4, 8),
         "the header": piece("number", 0, 8),
         "before the file": piece("number", -8, 8),
         "behind the file": piece("number", size, 8),
@@ -742,7 +730,7 @@ def redos() -> dict[str, bytes]:
         "a length that is not there": piece("number", at["number"], 2**40),
         "the records": piece("/episodes", at["/episodes"], 8),
         "the counters": piece("/state", at["/state"], 8),
-        "the next checksums": piece("/checksums", layout.arrays["/checksums"].offset(4), 8),
+        "the next checksums": piece("/checksums", arrays["/checksums"].offset(4), 8),
         "another field": piece("nothing", 0, 8),
         "a path": piece("../victim", 0, 8),
         "a list for a name": piece(["number"], at["number"], 8),
@@ -824,7 +812,7 @@ def test_a_redo_file_of_a_large_slot_is_read_piece_by_piece(tmp_path: Path) -> N
     values = {name: int(old[name]) for name in old.dtype.names}
     generation = values["generation"]
     record = sealed(**values | {"generation": generation + 2}).hex()
-    offset = Storage(tmp_path / "buffer").layout.arrays["x"].offset(0)
+    _, offset = place_of_row(tmp_path / "buffer", "x", 0)
     head = {"slot": 0, "serial": 0, "generation": generation, "record": record, "pieces": [["x", offset, size]]}
     text = json.dumps(head).encode()
     (tmp_path / "buffer/.redo").write_bytes(redo(text, size=32 + len(text) + size, crc=7))
@@ -903,12 +891,9 @@ def test_another_user_reads_what_the_umask_lets_them_and_can_stop_no_writer(tmp_
 def test_the_limits_are_those_of_the_security_page() -> None:
     """SECURITY.md names numbers; they are these."""
     text = (Path(__file__).parents[2] / "SECURITY.md").read_text()
-    from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, MAX_SLOTS
-    from memmap_buffer.views.gather import MAX_BATCH_BYTES
-
-    assert f"{MAX_SCHEMA_BYTES >> 20} MiB" in text
-    assert f"2^{int(math.log2(MAX_SLOTS))}" in text
-    assert f"{MAX_BATCH_BYTES >> 30} GiB" in text
+    assert f"{get_inside('max_schema_bytes') >> 20} MiB" in text
+    assert f"2^{int(math.log2(get_inside('max_slots')))}" in text
+    assert f"{get_inside('batch_bytes') >> 30} GiB" in text
 
 
 @contextmanager

@@ -23,12 +23,11 @@ import coded_folder
 import numpy as np
 import pytest
 from coded_folder import first_row, no_barriers, open_blobs, open_index
+from inside import checksums_of, opened
 from PIL import Image
 from specification import CHECKED, FINAL, sealed
 
 from memmap_buffer import MemmapBufferError, ReplayBuffer, SchemaError, Window, pack, repair, unpack, verify
-from memmap_buffer.format.checksums import checksum_row, digest_of
-from memmap_buffer.format.storage import Storage
 
 __all__ = ["no_barriers"]  # a fixture
 NAMES = ("frame", "camera.left", "noise")
@@ -50,16 +49,15 @@ def folder(small: Path, tmp_path: Path) -> Path:
 
 def reseal(folder: Path) -> None:
     """Have the checksums be those of what stands there, as far as it can be summed."""
-    storage = Storage(folder, read_only=True, verify="never")
+    storage = opened(folder, read_only=True, verify="never")
     records = np.lib.format.open_memmap(folder / "episodes.npy", mode="r+")
     rows = np.lib.format.open_memmap(folder / "checksums.npy", mode="r+")
     for slot in storage.table.visible.tolist():
         record = {name: int(records[slot][name]) for name in records.dtype.names if name != "check"}
         if record["flags"] & CHECKED:
-            found = storage.checksums_of(slot, record["length"], bool(record["flags"] & FINAL))
-            row = checksum_row(storage.layout, found)
+            has_final = bool(record["flags"] & FINAL)
+            row, record["digest"] = checksums_of(folder, slot, record["length"], has_final, record["columns"])
             rows[slot] = np.frombuffer(row, "<u4")
-            record["digest"] = digest_of(row, record["columns"])
             records[slot] = np.frombuffer(sealed(**record), records.dtype)[0]
 
 

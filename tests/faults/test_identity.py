@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import fork, in_child, listing, shown
+from inside import get_inside, lock_folder, set_inside
 
 from memmap_buffer import (
     BufferLockedError,
@@ -27,8 +28,6 @@ from memmap_buffer import (
 )
 from memmap_buffer.adapters import Readable
 from memmap_buffer.compat import set_valid
-from memmap_buffer.format import lock
-from memmap_buffer.format.folder import Folder
 
 FIELDS = {"x": "float", "reward": "float"}
 
@@ -85,7 +84,7 @@ CHANGES: dict[str, Callable[[ReplayBuffer], Any]] = {
 @pytest.fixture
 def looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publications look at the path, too, which they do 20 times a second at most."""
-    monkeypatch.setattr(lock, "LOOK_SECONDS", 0.0)
+    set_inside(monkeypatch, path_look_seconds=0.0)
 
 
 @pytest.mark.usefixtures("looked_at_each_time")
@@ -111,7 +110,7 @@ def test_what_is_published_looks_at_the_path_now_and_then_and_all_else_each_time
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power: bool
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(lock.time, "monotonic", lambda: now)
+    set_inside(monkeypatch, lock_clock=lambda: now)
     folder, elsewhere = tmp_path / "buffer", tmp_path / "elsewhere"
     buffer = make(folder, 1, 2, durability="power" if power else "process")
     moved(folder)
@@ -123,7 +122,7 @@ def test_what_is_published_looks_at_the_path_now_and_then_and_all_else_each_time
             publish(buffer)
         assert not folder.exists()
     assert len(shown(elsewhere)) == (2 if power else 4)
-    now = lock.LOOK_SECONDS + 0.001
+    now = get_inside("path_look_seconds") + 0.001
     with pytest.raises(WriterLostError, match="was moved"):
         CHANGES["store_episode"](buffer)
 
@@ -272,14 +271,14 @@ def test_an_update_never_removes_the_redo_file_of_another(tmp_path: Path) -> Non
 def test_a_creation_never_removes_a_file_that_another_makes_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    real = Folder.require_free
+    real = get_inside("require_free")
 
-    def late(self: Folder, names: Any) -> None:
+    def late(self: Any, names: Any) -> None:
         real(self, names)
         (self.path / name).parent.mkdir(exist_ok=True)
         (self.path / name).write_bytes(b"another's")
 
-    monkeypatch.setattr(Folder, "require_free", late)
+    set_inside(monkeypatch, require_free=late)
     with pytest.raises(CorruptBufferError, match=Path(name).name):
         make(tmp_path)
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
@@ -292,13 +291,13 @@ def test_a_change_of_the_schema_never_removes_a_file_that_another_makes_meanwhil
 ) -> None:
     with make(tmp_path, 1) as buffer:
         before = listing(tmp_path)
-        real = Folder.require_free
+        real = get_inside("require_free")
 
-        def late(self: Folder, names: Any) -> None:
+        def late(self: Any, names: Any) -> None:
             real(self, names)
             (self.path / name).write_bytes(b"another's")
 
-        monkeypatch.setattr(Folder, "require_free", late)
+        set_inside(monkeypatch, require_free=late)
         with pytest.raises(CorruptBufferError, match=Path(name).name):
             buffer.rename_field("x", "z")
         assert (tmp_path / name).read_bytes() == b"another's"
@@ -316,14 +315,14 @@ def test_a_copy_never_removes_a_file_that_another_makes_meanwhile(
             (tmp_path / "buffer" / "extra" / name).write_bytes(b"ours")
         place = tmp_path / "copy" / "extra" / "b"
 
-        real = Folder.copy_file
+        real = get_inside("copy_file")
 
-        def late(self: Folder, name: str, target: Folder, new: str = "") -> None:
+        def late(self: Any, name: str, target: Any, new: str = "") -> None:
             if name == "extra/b":
                 place.write_bytes(b"another's")
             real(self, name, target, new)
 
-        monkeypatch.setattr(Folder, "copy_file", late)
+        set_inside(monkeypatch, copy_file=late)
         with pytest.raises(CorruptBufferError, match="b"):
             buffer.snapshot(tmp_path / "copy")
     left = [path.name for path in (tmp_path / "copy").rglob("*") if path.is_file()]
@@ -374,12 +373,11 @@ def test_a_forked_child_neither_frees_its_parents_lock_nor_keeps_it(tmp_path: Pa
 def test_a_lock_goes_with_the_last_reference_to_it(tmp_path: Path) -> None:
     buffer = make(tmp_path, 1)
     descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
-    lock = Folder(tmp_path / "other")
-    lock.create()
+    (tmp_path / "other").mkdir()
     for _ in range(3):
-        taken = lock.lock()
+        taken = lock_folder(tmp_path / "other")
         with pytest.raises(BufferLockedError, match="has another writer"):
-            lock.lock()
+            lock_folder(tmp_path / "other")
         del taken
     if descriptors:
         assert len(os.listdir("/proc/self/fd")) == descriptors

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import without_barriers
-from inside import open_episodes, publishing_turn_of, slots_taken, turn_of
+from inside import get_inside, open_episodes, publishing_turn_of, set_inside, slots_taken, turn_of
 from interruptions import (
     PACKAGE,
     Interrupt,
@@ -28,8 +28,6 @@ from interruptions import (
 )
 
 from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, verify
-from memmap_buffer.writing import writer
-from memmap_buffer.writing.commit import commit
 
 MODES: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -267,10 +265,9 @@ def test_a_shard_that_is_finished_while_an_interruption_comes_at_any_line_loses_
 ):
     """Open episodes go on, and `close` leaves nothing, also as long as somebody keeps the traceback."""
     pytest.importorskip("fsspec")
-    from memmap_buffer.maintenance import publisher
 
     sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(publisher, "publish", lambda path, *_, **__: sent.extend(content(path)))
+    set_inside(monkeypatch, publish=lambda path, *_, **__: sent.extend(content(path)))
     options: dict[str, Any] = {"shard": "auto", "publish_to": f"file://{tmp_path}/url", "keep_published": 0, **sizes}
     options |= {"durability": "power", "sync_every": group, "spare_slots": group} if group > 1 else {}
     at, error, went_on = begin - stride, KeyboardInterrupt(), set()
@@ -312,10 +309,9 @@ def test_environments_go_on_where_a_shard_is_finished_while_an_interruption_come
 ):
     """Of other timesteps none is lost or doubled, their errors are taken; what was next is right or left out."""
     pytest.importorskip("fsspec")
-    from memmap_buffer.maintenance import publisher
 
     sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(publisher, "publish", lambda path, *_, **__: sent.extend(content(path)))
+    set_inside(monkeypatch, publish=lambda path, *_, **__: sent.extend(content(path)))
     fields = {"x": "int", "seen": Field("int", final=True)}
     options: dict[str, Any] = {"shard": "auto", "publish_to": f"file://{tmp_path}/url", "publish_every": 2}
 
@@ -349,12 +345,13 @@ def test_an_interruption_while_the_end_of_an_interruption_runs_is_made_up_for_by
     """Ctrl-C twice: the first in the middle of the publication, the second at any line of what settles it."""
     buffer, value = make(tmp_path), 0
     reader = ReplayBuffer.from_folder(tmp_path, read_only=True)
+    commit = get_inside("commit")
     for committed in (False, True):
         at, second = 0, Interrupt(0)
         while second.where or not at:
             value, at, second = value + 1, at + stride, Interrupt(at)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(writer, "commit", partial(commit_then_interrupt, committed, second))
+                set_inside(patch, commit=partial(commit_then_interrupt, commit if committed else None, second))
                 with pytest.raises(KeyboardInterrupt), buffer.one_episode(task=value):  # noqa: PT011 either of them
                     buffer.store(x=value)
             sys.settrace(None)
@@ -363,8 +360,8 @@ def test_an_interruption_while_the_end_of_an_interruption_runs_is_made_up_for_by
         assert at > 30
 
 
-def commit_then_interrupt(committed: bool, second: Interrupt, *arguments: Any) -> None:
-    if committed:
+def commit_then_interrupt(commit: Callable[..., Any] | None, second: Interrupt, *arguments: Any) -> None:
+    if commit is not None:
         commit(*arguments)
     sys.settrace(second)
     raise KeyboardInterrupt("first")

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fault_injection import in_child, listing
+from fault_injection import in_child, listing, without_barriers
 from kill_writer import CODED, FIELDS, RING, Writers, content, ended_at, exact, following, make, same, staged, steps
 
 from memmap_buffer import ConcatBuffer, NotABufferError, ReplayBuffer, verify
-from memmap_buffer.format import syscalls
 
 MODES: dict[str, dict[str, Any]] = {
     "whole": {"work": "whole"},
@@ -366,7 +365,7 @@ def test_a_handler_that_raises_at_any_line_of_publish_leaves_an_episode_that_can
 
 def raise_at_every_line(folder: Path, **options: Any) -> dict[str, Any]:
     """Publish with an error at line 0, 1, …, and again; the lines after which something else was there."""
-    syscalls.system = NoBarriers()
+    without_barriers(pytest.MonkeyPatch())  # in a process of its own, where nothing is cut off
     buffer, wrong, lines = make(folder, **options), [], Lines(0)
     while lines.where or lines.at == 0:
         for number in range(options.get("sync_every", 1) - 1):
@@ -388,13 +387,6 @@ def raise_at_every_line(folder: Path, **options: Any) -> dict[str, Any]:
         if not following(seen) == following(buffer) == serial + 1 or not same(seen.episode(-1), serial):
             wrong.append((lines.where, seen.serials.tolist(), buffer.serials.tolist()))
     return {"lines": lines.at, "wrong": wrong}
-
-
-class NoBarriers(syscalls.System):
-    """Nothing is cut off here, so nothing is waited for."""
-
-    def barrier(self, fd: int) -> None:
-        pass
 
 
 class Lines:

@@ -19,18 +19,13 @@ from typing import Any
 import fault_injection
 import numpy as np
 import pytest
-from inside import take_lock
+from inside import get_inside, set_inside, take_lock
 from power import Disk, Operation, Recorder, boot, cuts, recording
 from power_life import EPISODES, PROTOCOLS, Episode, Life
 from power_survey import Cut, Mutation, broken, cut_off, left, live_again, look, new, survey
 from races import FIELDS, META_FIELDS
 
 from memmap_buffer import MemmapBufferError, NotABufferError, ReplayBuffer, repair
-from memmap_buffer.format import syscalls
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.writing import commit
-from memmap_buffer.writing import episode as episode_module
-from memmap_buffer.writing.commit import WriteHandles
 
 QUICK, MANY, PARTS = 120, 2_000, 2  # cuts
 
@@ -38,15 +33,13 @@ QUICK, MANY, PARTS = 120, 2_000, 2  # cuts
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     """Some steps fill a chunk, so that `stage="disk"` writes before the end."""
-    monkeypatch.setattr(episode_module, "CHUNK_BYTES", 300)
+    set_inside(monkeypatch, staged_bytes=300)
 
 
 @pytest.fixture(autouse=True)
 def _every_byte_is_given_back(monkeypatch):
     """What an episode leaves behind a shorter one, however little it is, and wherever the folder lies."""
-    monkeypatch.setattr(syscalls, "BLOCK", 1)
-    monkeypatch.setattr(commit, "BLOCK", 1)
-    monkeypatch.setattr(commit, "MEMORY", ())
+    set_inside(monkeypatch, punched_bytes=1, given_back_bytes=1, in_memory_systems=())
 
 
 @pytest.fixture
@@ -162,10 +155,8 @@ def test_a_power_protocol_without_one_of_its_steps_is_found_out(place, name):
 @pytest.mark.parametrize("name", ["power", "power, by step"])
 def test_space_given_back_from_a_row_too_early_is_found_out(place, name, monkeypatch):
     """Fault 13."""
-    give_back = WriteHandles.give_back
-    monkeypatch.setattr(
-        WriteHandles, "give_back", lambda self, slot, start, stop: give_back(self, slot, start - 1, stop)
-    )
+    give_back = get_inside("give_back")
+    set_inside(monkeypatch, give_back=lambda self, slot, start, stop: give_back(self, slot, start - 1, stop))
     seeds = (survey(PROTOCOLS[name], 100, place / str(n), runs=1, seed=n) for n in range(30))
     assert any(found["wrong"] for found in seeds)
 
@@ -174,14 +165,14 @@ def test_space_given_back_from_a_row_too_early_is_found_out(place, name, monkeyp
 def test_what_a_crash_spoilt_would_be_served_without_checks(place, what, monkeypatch):
     """Fault 14: no checksum is compared; or the next writer takes for its own what it found."""
     if what == "compare":
-        monkeypatch.setattr(Storage, "damaged", lambda *_: [])
+        set_inside(monkeypatch, damaged=lambda *_: [])
     else:
-        write = WriteHandles.write_state
+        write = get_inside("write_state")
 
         def trusting(files, name, value, *where, **how):
             write(files, name, 0 if name == "suspect" else value, *where, **how)
 
-        monkeypatch.setattr(WriteHandles, "write_state", trusting)
+        set_inside(monkeypatch, write_state=trusting)
     seeds = (survey(PROTOCOLS["process"], 100, place / str(n), runs=1, seed=n) for n in range(30))
     assert any(found["wrong"] for found in seeds)
 
@@ -346,7 +337,8 @@ def test_a_repair_does_not_make_damage_look_sound(place):
         for disk in cuts(log, 4, rng):
             with left(disk.cut(folder, rng), place / "cut"), suppress(NotABufferError):
                 repair(place / "cut")
-                if {*FIELDS, *META_FIELDS} == set(Storage(place / "cut").layout.schema.all):  # else one was lost
+                schema = ReplayBuffer.from_folder(place / "cut", read_only=True).schema
+                if {*FIELDS, *META_FIELDS} == set(schema.all):  # else one was lost
                     state, differs = look(place / "cut", rng)
                     found.update(differs + Counter(wrong=life.strangers(state)))
     assert not +found
@@ -356,8 +348,8 @@ def test_after_a_clean_close_nothing_is_verified(place, monkeypatch):
     """Fault 15: and after a crash each episode once, when it is first read."""
     folder, episodes = crashed(place)
     checked = []
-    damaged = Storage.damaged
-    monkeypatch.setattr(Storage, "damaged", lambda self, slot: checked.append(slot) or damaged(self, slot))
+    damaged = get_inside("damaged")
+    set_inside(monkeypatch, damaged=lambda self, slot: checked.append(slot) or damaged(self, slot))
     for closed, expected in ((place / "closed", []), (folder, [0, 1, 2, 3])):
         with boot(2), ReplayBuffer.from_folder(closed, read_only=True) as buffer:
             for _ in range(2):

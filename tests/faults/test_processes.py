@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 from damage import another_buffer
-from fault_injection import listing
-from inside import storage_of
+from fault_injection import System, listing
+from inside import set_inside, storage_of
 from kill_writer import Writers, content, exact, make, staged, told_by, try_to_write
 from mounts import MS_BIND, MS_RDONLY, MS_REMOUNT, in_namespace, mount
 
@@ -33,7 +33,6 @@ from memmap_buffer import (
     StaleEpisodeError,
     WriterLostError,
 )
-from memmap_buffer.format import syscalls
 
 
 @pytest.fixture
@@ -184,7 +183,7 @@ def test_a_reader_many_laps_behind_gets_a_stale_error_or_rows_of_a_living_episod
     assert {check(lenient[i]) for i in items} <= set(range(32, 40))
 
 
-class Holes(syscalls.System):
+class Holes(System):
     """Large writes leave a hole where zeros would stand, so a large buffer takes no disk."""
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
@@ -201,7 +200,7 @@ def private_memory() -> int:
 @pytest.mark.parametrize("episodes", [16, pytest.param(64, marks=pytest.mark.slow)], ids=["256 MiB", "1 GiB"])
 def test_reading_much_takes_no_private_memory(tmp_path, monkeypatch, episodes):
     """Fault 37: what is read is the page cache's; a process keeps its batch and little else."""
-    monkeypatch.setattr(syscalls, "system", Holes())
+    set_inside(monkeypatch, system=Holes())
     options = {"max_episodes": episodes, "max_timesteps": 16, "checksum": None}
     with ReplayBuffer(tmp_path / "buffer", fields={"x": ("uint8", (1 << 20,))}, **options) as buffer:
         for _ in range(episodes):
@@ -401,7 +400,7 @@ def test_a_map_that_cannot_be_made_names_the_limit_to_raise(tmp_path, monkeypatc
     def fails(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(syscalls, "map_to_read", fails)
+    set_inside(monkeypatch, map_to_read=fails)
     with pytest.raises(OSError, match=f"{remedy}.*read fewer folders") as caught:
         ReplayBuffer.from_folder(tmp_path)
     assert caught.value.errno == code

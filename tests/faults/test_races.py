@@ -14,13 +14,10 @@ import fault_injection
 import numpy as np
 import pytest
 import torch
-from inside import changes_of, take_lock
+from inside import changes_of, get_inside, set_inside, take_lock
 from races import CODED, FIELDS, LONGEST, RING, VIEWS, Beside, Truth, after, create, race, read, turn, wrong
 
 from memmap_buffer import ReplayBuffer, StaleEpisodeError, Window, verify
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.views.folders import Folders, Found
 
 # name -> (what is written, how, how the buffer is made)
 RACES: dict[str, tuple[Truth, dict[str, Any], dict[str, Any]]] = {
@@ -57,7 +54,7 @@ def laps(ring, count: int = 3 * RING) -> None:
 
 def unchecked(monkeypatch) -> None:
     """Readers believe what they copied."""
-    monkeypatch.setattr(Found, "unchanged", lambda self: np.ones(self.anchors.size, bool))
+    set_inside(monkeypatch, unchanged=lambda self: np.ones(self.anchors.size, bool))
 
 
 # In processes of their own
@@ -135,15 +132,15 @@ def test_a_window_that_would_run_on_from_an_episode_that_left_is_drawn_again(tmp
     with ReplayBuffer(tmp_path / "ring", 3, 40, {"n": "int"}, circular=True) as buffer:
         for serial in range(3):
             buffer.store_episode(n=100 * serial + np.arange(40))
-        at = Folders.at
+        at = get_inside("folder_at")
 
         def overtaken(*arguments):
-            monkeypatch.setattr(Folders, "at", at)
+            set_inside(monkeypatch, folder_at=at)
             for serial in range(3, 7):
                 buffer.store_episode(n=[100 * serial])
             return at(*arguments)
 
-        monkeypatch.setattr(Folders, "at", overtaken)
+        set_inside(monkeypatch, folder_at=overtaken)
         batch = buffer.sample(64, view=Window(3, boundary="continue", return_steps=True), seed=1)
     assert (batch["n"] == batch["_steps"] @ torch.tensor([100, 1])).all() and batch["_is_last"].all()
     assert batch["_steps"][:, 0, 0].tolist() == [4] * 64
@@ -187,7 +184,7 @@ def test_a_reader_many_laps_behind_is_told_if_it_asks(ring):
 def test_an_update_that_ends_while_the_records_are_looked_at_hides_nothing(ring, monkeypatch):
     """Fault 28: that it is over by then does not bring back what the copy of the records lacks."""
     reader, writer = ReplayBuffer.from_folder(ring, read_only=True), ReplayBuffer.from_folder(ring)
-    before, stands, goes_on, columns = reader.serials.tolist(), Event(), Event(), Storage.columns
+    before, stands, goes_on, columns = reader.serials.tolist(), Event(), Event(), get_inside("columns")
     generations = np.load(ring / "episodes.npy", mmap_mode="r")["generation"]
     writer.update(-1, version=0)
     told = changes_of(ring)
@@ -211,7 +208,7 @@ def test_an_update_that_ends_while_the_records_are_looked_at_hides_nothing(ring,
     with ThreadPoolExecutor(1) as thread:
         updated = thread.submit(update)
         assert stands.wait(10)
-        monkeypatch.setattr(Storage, "columns", then_it_ends)
+        set_inside(monkeypatch, columns=then_it_ends)
         assert reader.serials.tolist() == before
         assert updated.done()
     writer.close()
@@ -275,14 +272,14 @@ def test_who_opens_a_folder_in_the_middle_of_an_update_sees_the_episode(ring):
 
 def test_an_episode_that_changes_after_it_was_read_keeps_its_final_observation(ring, monkeypatch):
     """Fault 28: nothing about it is asked later."""
-    reader, take = ReplayBuffer.from_folder(ring, read_only=True), BatchReader.read
+    reader, take = ReplayBuffer.from_folder(ring, read_only=True), get_inside("read_batch")
 
     def late(self, anchors):
         batch = take(self, anchors)
         laps(ring)
         return batch
 
-    monkeypatch.setattr(BatchReader, "read", late)
+    set_inside(monkeypatch, read_batch=late)
     serials = set()
     for i in (-2, -1):
         episode = reader.episode(i)

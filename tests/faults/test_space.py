@@ -11,21 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from damage import count_of
-from fault_injection import KILLED, in_child, shown, system
+from fault_injection import KILLED, System, in_child, shown, system
 from hypothesis import example, given
 from hypothesis import strategies as st
-from inside import open_episodes, without_fallocate
+from inside import get_inside, open_episodes, set_inside, without_fallocate
 from profiles import examples
 from strategies import Plan, assert_view, recorded, recordings
 
 from memmap_buffer import Field, ReplayBuffer, StaleEpisodeError, verify
-from memmap_buffer.format import syscalls
-from memmap_buffer.format.syscalls import BLOCK, punch
-from memmap_buffer.writing import commit
 
 ROW = 8192  # bytes of an image: eight take a block
 IMAGES = {"image": Field("uint8", (ROW,), final=True), "number": "int"}
 T = 64
+BLOCK = get_inside("punched_bytes")
 
 
 @pytest.fixture
@@ -36,13 +34,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def every_byte(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for module in (syscalls, commit):
-        monkeypatch.setattr(module, "BLOCK", 1)
-    monkeypatch.setattr(commit, "MEMORY", ())
+    set_inside(monkeypatch, punched_bytes=1, given_back_bytes=1, in_memory_systems=())
     return monkeypatch.context()
 
 
-class Watched(syscalls.System):
+class Watched(System):
     """Every punch, and what `look` finds at that moment."""
 
     def __init__(self, look: Callable[[], Any] = lambda: None) -> None:
@@ -83,10 +79,10 @@ def can_punch(place: Path) -> bool:
     path.write_bytes(b"x" * 4 * BLOCK)
     with path.open("r+b") as file:
         try:
-            syscalls.System().punch(file.fileno(), 0, BLOCK)
+            System().punch(file.fileno(), 0, BLOCK)
         except OSError:
             return False
-    return commit.file_system(place) not in commit.MEMORY
+    return get_inside("file_system")(place) not in get_inside("in_memory_systems")
 
 
 # One file
@@ -110,7 +106,7 @@ def test_only_whole_blocks_between_two_offsets_are_given_back(
     path, whole = tmp_path / "file", np.ones(4 * BLOCK, np.uint8)
     path.write_bytes(whole.tobytes())
     with path.open("r+b") as file:
-        punch(file.fileno(), start, stop)
+        get_inside("punch")(file.fileno(), start, stop)
     if can_punch(tmp_path):
         whole[zeros[0] * BLOCK : zeros[1] * BLOCK] = 0
     assert path.read_bytes() == whole.tobytes()
@@ -120,12 +116,12 @@ def test_where_the_system_cannot_nothing_happens(tmp_path: Path, monkeypatch: py
     path = tmp_path / "file"
     path.write_bytes(b"x" * 2 * BLOCK)
     with path.open("rb") as file:  # EBADF: it is open to read only
-        punch(file.fileno(), 0, 2 * BLOCK)
+        get_inside("punch")(file.fileno(), 0, 2 * BLOCK)
     without_fallocate(monkeypatch)
     with path.open("r+b") as file:
         with pytest.raises(OSError, match="no fallocate"):
-            syscalls.System().punch(file.fileno(), 0, BLOCK)
-        punch(file.fileno(), 0, 2 * BLOCK)
+            System().punch(file.fileno(), 0, BLOCK)
+        get_inside("punch")(file.fileno(), 0, 2 * BLOCK)
     assert path.read_bytes() == b"x" * 2 * BLOCK
 
 
@@ -165,12 +161,10 @@ def test_space_that_was_reserved_is_kept(tmp_path: Path, reopened: bool, small: 
     if reopened:
         buffer.close()
         buffer = ReplayBuffer.from_folder(tmp_path / "ring")
-    syscalls.system, real = (watched := Watched()), syscalls.system
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        set_inside(patch, system=(watched := Watched()))
         for length in (T, T, T, T, 1, 1, 1, 1):
             record(buffer, 0, length)
-    finally:
-        syscalls.system = real
     assert watched.punched == []
     assert verify(tmp_path / "ring") == []
     buffer.close()
@@ -178,8 +172,7 @@ def test_space_that_was_reserved_is_kept(tmp_path: Path, reopened: bool, small: 
 
 def test_in_memory_nothing_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 27: on a full tmpfs, a reader that is late would be killed by looking at a hole."""
-    monkeypatch.setattr(commit, "file_system", lambda path: "tmpfs")
-    monkeypatch.setattr(syscalls, "system", watched := Watched())
+    set_inside(monkeypatch, file_system=lambda path: "tmpfs", system=(watched := Watched()))
     with ring(tmp_path / "ring") as buffer:
         for length in (T, T, T, T, 1, 1, 1, 1):
             record(buffer, 0, length)
@@ -189,7 +182,7 @@ def test_in_memory_nothing_is_given_back(tmp_path: Path, monkeypatch: pytest.Mon
 def test_nothing_is_asked_of_the_system_unless_an_episode_is_shorter_by_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(syscalls, "system", watched := Watched())
+    set_inside(monkeypatch, system=(watched := Watched()))
     with ring(tmp_path / "ring") as buffer:
         for length in (1, 1, 1, 1, 5, 5, 5, 5, 40, 40, 40, 40, 37, 37, 37, 37, 64, 64, 64, 64):
             record(buffer, 0, length)
@@ -207,7 +200,7 @@ def test_only_rows_of_a_slot_that_no_record_speaks_of_are_given_back(
 ) -> None:
     """At that moment the slot's generation is odd, so that a reader that copied them knows."""
     generations = partial(np.load, tmp_path / "ring" / "episodes.npy")
-    monkeypatch.setattr(syscalls, "system", watched := Watched(lambda: generations()["generation"].copy()))
+    set_inside(monkeypatch, system=(watched := Watched(lambda: generations()["generation"].copy())))
     rng = np.random.default_rng(0)
     with ring(tmp_path / "ring", spare_slots=3, **options) as buffer:
         for number in range(40):
@@ -251,7 +244,7 @@ def test_steps_published_one_by_one_are_shown_while_the_space_behind_them_is_giv
         for number in range(4):
             record(buffer, number, 9, final=True)
         reader = ReplayBuffer.from_folder(tmp_path / "ring", read_only=True)
-        monkeypatch.setattr(syscalls, "system", watched := Watched(lambda: shown(reader)[-1][1]["number"]))
+        set_inside(monkeypatch, system=(watched := Watched(lambda: shown(reader)[-1][1]["number"])))
         for number in range(4, 12):
             episode = buffer.begin_episode()
             for _ in range(12 - number):
@@ -338,7 +331,7 @@ def test_episodes_that_are_shorter_than_a_block_give_nothing_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is nothing, and a file system that is asked waits for its disk."""
-    monkeypatch.setattr(syscalls, "system", watched := Watched())
+    set_inside(monkeypatch, system=(watched := Watched()))
     with ring_of_steps(tmp_path / "ring") as buffer:
         add_episodes(buffer, *[20] * 40, num_envs=1)
     assert len(watched.punched) <= 6  # of those that lie on a boundary of blocks

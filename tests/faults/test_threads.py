@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import fork, shown, without_barriers
-from inside import before_priorities_are_opened, storage_of, turn_of
+from inside import before_priorities_are_opened, get_inside, set_inside, storage_of, turn_of
 from interruptions import PACKAGE
 
 from memmap_buffer import (
@@ -31,9 +31,6 @@ from memmap_buffer import (
     Trajectory,
     verify,
 )
-from memmap_buffer.format.lock import Turn
-from memmap_buffer.maintenance import schema_changes
-from memmap_buffer.writing.episode import Block, Staging
 
 STEP = {"timestep_level": True, "return_indices": True}
 
@@ -317,13 +314,13 @@ def test_whatever_is_read_is_read_again_where_another_thread_changes_the_columns
 
 
 def test_a_field_that_is_added_beside_a_thread_that_reads_is_known_at_once(tmp_path, monkeypatch):
-    buffer, add = make(tmp_path), schema_changes.add
+    buffer, add = make(tmp_path), get_inside("add_field")
 
     def added(*given: Any, **how: Any) -> None:
         add(*given, **how)
         storage_of(buffer).require_schema()  # as a draw of another thread does
 
-    monkeypatch.setattr(schema_changes, "add", added)
+    set_inside(monkeypatch, add_field=added)
     buffer.add_field("more", ("int", (), 1))
     assert "more" in buffer.fieldnames
 
@@ -453,14 +450,14 @@ def test_a_child_that_is_forked_in_another_threads_turn_is_told_that_it_may_not_
 def test_a_block_that_another_thread_ends_while_it_is_looked_at_was_not_left():
     looks = iter([lambda: None, lambda: None, None])
 
-    class Ending(Block):
+    class Ending(get_inside("episode_block")):
         held = property(lambda self: next(looks))
 
     assert not Ending().was_left
 
 
 def test_memory_that_two_threads_ask_for_is_given_to_one():
-    staging, taken = Staging(), []
+    staging, taken = get_inside("staging")(), []
     for n in range(200):
         staging.keep({"x": np.empty(n + 1)})
 
@@ -473,7 +470,7 @@ def test_memory_that_two_threads_ask_for_is_given_to_one():
 
 
 def test_a_lock_is_one_to_all_threads_and_another_in_a_forked_child():
-    turn = Turn()
+    turn = get_inside("turn")()
     assert turn.lock is turn.lock
     found: list[Any] = []
     assert together(*[lambda: found.append(turn.lock)] * 4) == []

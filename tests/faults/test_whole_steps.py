@@ -20,12 +20,10 @@ import numpy as np
 import pytest
 from environments import FIELDS, Environments, require_true_successors, steps_in
 from fault_injection import system, without_barriers
-from inside import around
+from inside import around, place_of, set_inside
 from interruptions import interrupted
 
 from memmap_buffer import Prioritized, ReplayBuffer, verify
-from memmap_buffer.writing import commit, episode
-from memmap_buffer.writing.vector_env import EpisodeStream
 
 SIZE, LIMIT = 3, 4
 MODES: dict[str, dict[str, Any]] = {
@@ -95,13 +93,13 @@ class Program:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     without_barriers(monkeypatch)
-    monkeypatch.setattr(episode, "CHUNK_BYTES", 100)  # so that what is staged is written out, too
+    set_inside(monkeypatch, staged_bytes=100)  # so that what is staged is written out, too
 
 
 @pytest.fixture
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "written":
-        monkeypatch.setattr(commit, "stores_are_writes", lambda path: False)
+        set_inside(monkeypatch, stores_are_writes=lambda path: False)
     return str(request.param)
 
 
@@ -155,7 +153,7 @@ def test_where_all_episodes_are_ended_and_it_is_interrupted_then_the_next_step_b
     program = Program(tmp_path / "program", mode, skips_resets=False, following=True)
     program.add("plain", "plain")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="behind the last"):
-        around(patch, EpisodeStream, "publish", after=interrupt)
+        around(patch, *place_of("publish_stream"), after=interrupt)
         program.buffer.end_episodes()
     program.add("plain", "end")
     program.end()
@@ -288,15 +286,16 @@ def test_after_a_step_that_was_interrupted_a_ring_still_forgets_the_oldest_first
 SIGNALLED = """
     import random, signal, sys, time
     from pathlib import Path
+    import pytest
+    from inside import set_inside
     from test_whole_steps import ENDS, Program
 
     from memmap_buffer import ReplayBuffer
-    from memmap_buffer.writing import commit
 
     folder, mode, count, skips_resets = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "True"
     rng, hits, told, armed, took = random.Random(count), 0, [], False, 2e-3
     if mode == "written":
-        commit.stores_are_writes = lambda path: False
+        set_inside(pytest.MonkeyPatch(), stores_are_writes=lambda path: False)
 
     def fire(*_):
         if armed:  # a signal may be under way when its timer is stopped
