@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from cli_cases import RUN, make, read_json, run
 from fault_injection import listing
+from inside import set_inside
 from pages import run_blocks
 
 from memmap_buffer import ReplayBuffer, pack, publish
-from memmap_buffer.cli import app, folders, import_export, inspection
+from memmap_buffer.cli import app, folders, import_export
 from memmap_buffer.cli.terminal import Problem
 
 each_command = pytest.mark.parametrize("name", app.EXAMPLES)
@@ -130,7 +131,7 @@ def test_every_end_has_its_code_and_one_line(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(inspection, "table_of", fail)
+    set_inside(monkeypatch, table_of=fail)
     assert app.main(["info", "replay_data"]) == (130 if error is KeyboardInterrupt else 2)
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)

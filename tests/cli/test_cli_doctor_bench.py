@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_cases import Case, make, read_json
+from cli_cases import Case, main, make, read_json
 from fault_injection import listing
+from inside import get_inside, set_inside
 from range_server import RangeServer
 
 from memmap_buffer import DiskSpeed, ReplayBuffer, Store, pack, publish
 from memmap_buffer.adapters import flatten
-from memmap_buffer.cli import app, doctor_bench
-from memmap_buffer.format.folder import Folder
-from memmap_buffer.maintenance import disk
 
 SHORT = ["--seconds", "0.1"]
 
@@ -25,7 +23,7 @@ def case(tmp_path: Path) -> Case:
 
 
 def doctor(capsys: pytest.CaptureFixture[str], folder: Path | str, code: int = 0) -> dict[str, Any]:
-    assert app.main(["doctor", str(folder), *SHORT, "--json"]) == code
+    assert main("doctor", folder, *SHORT, "--json") == code
     return {remark.pop("what"): remark for remark in read_json(capsys.readouterr().out)}
 
 
@@ -39,14 +37,14 @@ def test_doctor_finds_nothing_wrong_with_a_small_local_folder_and_changes_nothin
     assert remarks["memory"]["advice"] == remarks["space"]["advice"] == ""
     assert "random timesteps a second" in remarks["speed"]["found"]
     assert listing(case.folder) == before
-    assert app.main(["doctor", str(case.folder), *SHORT]) == 0
+    assert main("doctor", case.folder, *SHORT) == 0
     assert "ok    file system: local\n" in capsys.readouterr().out
 
 
 def test_doctor_ends_with_1_on_a_network_file_system(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(disk, "network_filesystem", lambda path: "nfs4")
+    set_inside(monkeypatch, network_file_system=lambda path: "nfs4")
     remark = doctor(capsys, case.folder, code=1)["file system"]
     assert (remark["found"], remark["bad"]) == ("nfs4", True)
     assert "copy the folder to a local disk" in remark["advice"]
@@ -57,7 +55,7 @@ def test_doctor_compares_free_space_with_what_may_still_be_written(
 ) -> None:
     sparse = make(tmp_path / "sparse", max_timesteps=4000)
     assert doctor(capsys, sparse.folder)["space"]["advice"] == ""
-    monkeypatch.setattr(Folder, "free_bytes", lambda self: 10)
+    set_inside(monkeypatch, free_bytes=lambda self: 10)
     assert "the disk may fill up" in doctor(capsys, sparse.folder)["space"]["advice"]
     pack(case.folder, tmp_path / "packed")
     space = doctor(capsys, tmp_path / "packed")["space"]
@@ -67,9 +65,9 @@ def test_doctor_compares_free_space_with_what_may_still_be_written(
 def test_doctor_advises_blocks_where_memory_is_less_than_the_data(
     case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor_bench, "available_memory", lambda: 1000)
+    set_inside(monkeypatch, available_memory=lambda: 1000)
     assert "shuffle='block'" in doctor(capsys, case.folder)["memory"]["advice"]
-    monkeypatch.setattr(doctor_bench, "available_memory", lambda: None)
+    set_inside(monkeypatch, available_memory=lambda: None)
     assert "does not say" in doctor(capsys, case.folder)["memory"]["found"]
 
 
@@ -82,16 +80,16 @@ def test_doctor_says_how_fast_rows_come_from_the_disk_where_they_are_not_in_memo
         asked.append((seconds, larger))
         return found
 
-    monkeypatch.setattr(doctor_bench, "measure_disk_speed", measure_disk_speed)
+    set_inside(monkeypatch, disk_speed=measure_disk_speed)
     found: DiskSpeed | None = DiskSpeed(0.25, 256, 4000, 512)
     told = "4,000 random timesteps a second, 2.0 MiB/s, 256 asked for at once; 25% of a random sample were in memory"
     assert doctor(capsys, case.folder)["speed from disk"] == {"found": told, "advice": "", "bad": False}
-    assert app.main(["doctor", str(case.folder), *SHORT]) == 0
+    assert main("doctor", case.folder, *SHORT) == 0
     assert f"ok    speed from disk: {told}\n" in capsys.readouterr().out
     found = DiskSpeed(1, 0, 0, 512)
     assert "could not be dropped" in doctor(capsys, case.folder)["speed from disk"]["found"]
     found = None
-    monkeypatch.setattr(doctor_bench, "available_memory", lambda: 1000)
+    set_inside(monkeypatch, available_memory=lambda: 1000)
     assert "speed from disk" not in doctor(capsys, case.folder)
     assert asked == [(0.025, False)] * 3 + [(0.025, True)]
 
@@ -99,7 +97,7 @@ def test_doctor_says_how_fast_rows_come_from_the_disk_where_they_are_not_in_memo
 def test_available_memory_is_less_than_all_of_it() -> None:
     lines = Path("/proc/meminfo").read_text().splitlines()
     total = int(next(line.split()[1] for line in lines if line.startswith("MemTotal"))) << 10
-    available = doctor_bench.available_memory()
+    available = get_inside("available_memory")()
     assert available is not None
     assert 0 < available <= total
 
@@ -112,12 +110,12 @@ def test_doctor_of_an_empty_folder_has_nothing_to_measure(tmp_path: Path, capsys
 def test_bench_measures_every_kind_of_batch_and_its_figures_belong_together(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.main(["bench", str(case.folder), *SHORT, "--json"]) == 0
+    assert main("bench", case.folder, *SHORT, "--json") == 0
     got = read_json(capsys.readouterr().out)
-    assert [row["batches"] for row in got["batches"]] == list(doctor_bench.LEVELS)
+    assert [row["batches"] for row in got["batches"]] == list(get_inside("bench_levels"))
     with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
         for row in got["batches"]:
-            batch = list(flatten(buffer.sample(row["items"], **doctor_bench.LEVELS[row["batches"]])).values())
+            batch = list(flatten(buffer.sample(row["items"], **get_inside("bench_levels")[row["batches"]])).values())
             assert len(batch[0]) == row["items"]
             seconds = row["us_per_batch"] / 1e6
             assert row["items_per_second"] == pytest.approx(row["items"] / seconds)
@@ -128,19 +126,19 @@ def test_bench_measures_every_kind_of_batch_and_its_figures_belong_together(
         )
     row = got["batches"][0]
     assert row["bytes_per_second"] * row["us_per_batch"] / 1e6 == pytest.approx(size)
-    assert app.main(["bench", str(case.folder), *SHORT]) == 0
+    assert main("bench", case.folder, *SHORT) == 0
     assert "whole episodes" in capsys.readouterr().out
 
 
 def test_bench_of_an_empty_folder_ends_with_2_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ReplayBuffer(tmp_path / "empty", 3, 4, {"x": "float"}).close()
-    assert app.main(["bench", str(tmp_path / "empty")]) == 2
+    assert main("bench", tmp_path / "empty") == 2
     assert "there is nothing to read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "forever"])
 def test_a_time_that_is_none_ends_with_2(case: Case, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.main(["bench", str(case.folder), f"--seconds={seconds}"]) == 2
+    assert main("bench", case.folder, f"--seconds={seconds}") == 2
     assert "--seconds" in capsys.readouterr().err
 
 
@@ -154,7 +152,7 @@ def test_doctor_tells_what_a_url_will_cost(case: Case, tmp_path: Path, capsys: p
         assert not any(remark["bad"] for remark in remarks.values())
         assert remarks.keys() >= {"requests", "bandwidth", "epoch", "random sample", "cache"}
         assert len(server.requests) < 200
-        assert app.main(["doctor", f"{server.url}/buffer", *SHORT]) == 0
+        assert main("doctor", f"{server.url}/buffer", *SHORT) == 0
         assert "ok    ranges: the server sends parts of objects\n" in capsys.readouterr().out
     with RangeServer(tmp_path / "far", ranges=False) as server:
         found = doctor(capsys, server.url, code=1)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_cases import Case, episode_of, make
+from inside import set_inside
 
-from memmap_buffer import ReplayBuffer, episode_columns
+from memmap_buffer import ReplayBuffer
 from memmap_buffer.cli import episodes
 from memmap_buffer.cli.terminal import Problem
 
@@ -103,7 +104,7 @@ def test_a_table_that_a_writer_changes_meanwhile_has_each_episode_once_and_right
         done.append(1)
         return found
 
-    monkeypatch.setattr(episode_columns, "CHUNK_BYTES", 1)
+    set_inside(monkeypatch, columns_chunk_bytes=1)
     with ReplayBuffer.from_folder(case.folder) as writer:
         monkeypatch.setattr(ReplayBuffer, "batch", reading)
         table = episodes.table_of(reader)

@@ -8,11 +8,11 @@ from typing import Any
 import coded_folder
 import numpy as np
 import pytest
-from cli_cases import Case, episode_of, make, read_json, run
+from cli_cases import Case, episode_of, main, make, read_json, run
 from fault_injection import listing
+from inside import get_inside
 
 from memmap_buffer import ReplayBuffer, pack
-from memmap_buffer.cli import app, inspection
 
 
 @pytest.fixture
@@ -21,17 +21,17 @@ def case(tmp_path: Path) -> Case:
 
 
 def json_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> Any:
-    assert app.main([*map(str, arguments), "--json"]) == 0
+    assert main(*arguments, "--json") == 0
     return read_json(capsys.readouterr().out)
 
 
 def text_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    assert app.main(list(map(str, arguments))) == 0
+    assert main(*arguments) == 0
     return capsys.readouterr().out
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    assert app.main(list(map(str, arguments))) == 2
+    assert main(*arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
     return err
@@ -135,7 +135,7 @@ def test_a_histogram_counts_every_finite_value_once_between_its_edges(
 ) -> None:
     counts, edges = histogram_of(tmp_path / "buffer", values, capsys)
     finite = values[np.isfinite(values)].astype(float)
-    assert len(counts) == len(edges) - 1 <= inspection.BINS
+    assert len(counts) == len(edges) - 1 <= get_inside("histogram_bins")
     assert counts.sum() == len(finite)
     if len(finite) and abs(finite).max() < 1e300:
         assert edges[0] == finite.min()
@@ -391,7 +391,7 @@ def test_a_hostile_folder_ends_in_one_line_and_no_traceback(
     else:
         (folder / "data" / "reward.npy").rename(tmp_path / "elsewhere")
         (folder / "data" / "reward.npy").symlink_to(tmp_path / "elsewhere")
-    code = app.main([command, str(folder), *["2"] * (command in ("head", "show")), *["--yes"] * (command == "repair")])
+    code = main(command, folder, *["2"] * (command in ("head", "show")), *["--yes"] * (command == "repair"))
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
     if command in ("verify", "repair"):
@@ -408,7 +408,7 @@ def test_info_tells_the_codec_and_how_much_it_saves(capsys: pytest.CaptureFixtur
     stored = sum(np.load(folder / "data" / f"frame{part}.npy").nbytes for part in parts) - 2 * 16  # final ones of none
     assert (fields["frame"]["bytes_stored"], fields["frame"]["bytes_raw"]) == (stored, 1024 * (122 + 2))
     assert fields["depth"]["codec"] is None
-    app.main(["info", str(folder)])
+    main("info", folder)
     told = capsys.readouterr().out
     assert f"zstd 12, 1/{1024 * 124 / stored:.1f}" in " ".join(told.split())
     assert "jpeg 90 420" in " ".join(told.split())

@@ -13,22 +13,17 @@ from typing import Any
 import damage
 import numpy as np
 import pytest
-from cli_cases import SLOW, Case, make, run
+from cli_cases import SLOW, Case, main, make, run
 from damage import flip, header_size
 from fault_injection import listing, shown
-from inside import slot_of
+from inside import get_inside, slot_of
 
 from memmap_buffer import ReplayBuffer, verify
-from memmap_buffer.cli import app, folders
 
 
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     return make(tmp_path / "buffer")
-
-
-def main(*arguments: Any) -> int:
-    return app.main(list(map(str, arguments)))
 
 
 def episodes_of(folder: Path) -> list[dict[str, Any]]:
@@ -174,7 +169,7 @@ def test_nothing_that_is_there_is_replaced(
 
 
 def test_a_new_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt, match="now"), folders.new_folder(tmp_path / "deep" / "new") as place:
+    with pytest.raises(KeyboardInterrupt, match="now"), get_inside("new_folder")(tmp_path / "deep" / "new") as place:
         (place / "half").touch()
         assert not (tmp_path / "deep" / "new").exists()
         raise KeyboardInterrupt("now")

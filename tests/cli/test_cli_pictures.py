@@ -10,23 +10,19 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from cli_cases import Case, episode_of, make, run
+from cli_cases import Case, episode_of, main, make, run
 from fault_injection import listing
+from inside import set_inside
 from matplotlib.figure import Figure
 from PIL import Image
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError
-from memmap_buffer.adapters import draw_lines
-from memmap_buffer.cli import app, pictures
+from memmap_buffer.adapters import draw_lines, frames_of, is_image
 
 
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     return make(tmp_path / "buffer")
-
-
-def main(*arguments: Any) -> int:
-    return app.main(list(map(str, arguments)))
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
@@ -207,7 +203,7 @@ def test_a_gif_has_every_frame(case: Case, tmp_path: Path) -> None:
     ids=lambda value: f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray) else str(value),
 )
 def test_every_layout_of_an_image_becomes_bytes(values: Any, expected: int) -> None:
-    frames = pictures.frames_of(values, "image")
+    frames = frames_of(values, "image")
     assert (frames.shape, frames.dtype) == ((2, 8, 9, 3), np.uint8)
     assert np.unique(frames).tolist() == [expected]
 
@@ -241,7 +237,7 @@ def test_an_interrupted_picture_is_not_there(case: Case, tmp_path: Path, monkeyp
         place.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pictures, "write_gif", interrupted)
+    set_inside(monkeypatch, write_gif=interrupted)
     assert main("video", case.folder, "4", "--out", tmp_path / "film.gif") == 130
     assert [path.name for path in tmp_path.iterdir()] == ["buffer"]
 
@@ -262,7 +258,7 @@ def test_an_interrupted_picture_is_not_there(case: Case, tmp_path: Path, monkeyp
     ids=lambda value: f"{value.dtype}{value.shape}" if isinstance(value, Field) else "",
 )
 def test_images_are_known_by_their_shape(field: Field, expected: bool) -> None:
-    assert pictures.is_image(field) is expected
+    assert is_image(field) is expected
 
 
 @pytest.mark.parametrize(("command", "module"), [("plot", "matplotlib"), ("video", "av"), ("view", "rerun")])
@@ -291,7 +287,7 @@ def test_a_picture_that_cannot_be_written_is_refused_in_one_line(tmp_path, monke
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "b")
-    assert app.main(["plot", "b", "--out", out]) == 2
+    assert main("plot", "b", "--out", out) == 2
     told = capsys.readouterr()
     assert re.search(text, told.err)
     assert told.err.count("\n") == 1
@@ -306,8 +302,8 @@ def test_errors_name_what_was_asked_for_and_no_temporary_place(tmp_path, monkeyp
         raise OSError(28, "No space left on device", str(place))
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
-    assert app.main(["plot", "b", "--out", "x.png"]) == 2
+    assert main("plot", "b", "--out", "x.png") == 2
     assert capsys.readouterr().err == "memmap-buffer: [Errno 28] No space left on device: 'x.png'\n"
     monkeypatch.setattr(ReplayBuffer, "store_episode", lambda self, **_: fail(self, self.folder / "data"))
-    assert app.main(["merge", "new", "b"]) == 2
+    assert main("merge", "new", "b") == 2
     assert capsys.readouterr().err == "memmap-buffer: [Errno 28] No space left on device: 'new/data'\n"

@@ -5,18 +5,12 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cli_cases import make, read_json
+from cli_cases import main, make, read_json
+from inside import get_inside
 
 from memmap_buffer import ReplayBuffer, publish, shards_at, verify
-from memmap_buffer.cli import app
-from memmap_buffer.cli.terminal import bytes_of
-
-
-def main(*arguments: Any) -> int:
-    return app.main(list(map(str, arguments)))
 
 
 def test_a_root_of_shards_is_published_listed_and_pulled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +187,7 @@ def test_a_cache_is_shown_checked_and_emptied(tmp_path: Path, capsys: pytest.Cap
     with open(file, "r+b") as opened:
         opened.write(data[:-1] + bytes([data[-1] ^ 1]))
     assert main("cache", place, "--check") == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines, bytes_of = capsys.readouterr().out.splitlines(), get_inside("bytes_of")
     assert lines[0] == f"{name}: {bytes_of(len(data))} are not as they were published, and were dropped"
     assert lines[1] == f"{name}  {bytes_of(total - len(data))} of {bytes_of(total)}"
     assert lines[2].startswith(f"{place}: {bytes_of(total - len(data))}, bound 8.0 MiB, heads ")

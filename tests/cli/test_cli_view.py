@@ -15,22 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_cases import RUN, Case, episode_of, make, run
+from cli_cases import RUN, Case, episode_of, main, make, run
 from fault_injection import listing
 
 pytest.importorskip("rerun", reason="rerun-sdk (extra rerun) is not installed; it takes 500 MB", exc_type=ImportError)
 
 from memmap_buffer import ReplayBuffer
-from memmap_buffer.cli import app
 
 
 @pytest.fixture
 def case(tmp_path: Path) -> Case:
     return make(tmp_path / "buffer")
-
-
-def main(*arguments: Any) -> int:
-    return app.main(list(map(str, arguments)))
 
 
 def recorded(path: Path) -> dict[str, dict[str, list[Any]]]:

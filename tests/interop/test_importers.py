@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_cases import main
 from fault_injection import KILLED, in_child, system, without_barriers
 
 from memmap_buffer import BufferLockedError, CorruptBufferError, Field, ReplayBuffer, SchemaError, SchemaMismatchError
-from memmap_buffer.cli import app
 
 LENGTHS = (3, 1, 4, 2, 3)
 FIELDS = {
@@ -513,17 +513,17 @@ def test_a_disk_that_is_full_is_an_error_after_which_the_import_is_resumed(impor
 def test_the_command_takes_the_same_choices(importer, target, tmp_path, stops, capsys):
     pytest.importorskip("typer")
     source = next((tmp_path / "source").iterdir())
-    command = ["import", "ogbench", str(source), str(target)]
+    arguments = ["import", "ogbench", source, target]
     stops(2)
-    assert app.main(command) == 130
+    assert main(*arguments) == 130
     assert re.search(r"interrupted; 2 episodes .*--if-exists 'resume' goes on", capsys.readouterr().err) or not hasattr(
         KeyboardInterrupt, "add_note"
     )
     stored = stops(None)
-    assert app.main([*command, "--if-exists", "resume"]) == 0
+    assert main(*arguments, "--if-exists", "resume") == 0
     assert (stored, numbers(target)) == ([COUNT - 2], ALL)
-    assert app.main(command) == 2
+    assert main(*arguments) == 2
     assert re.search(r"target: there is something already; .*--if-exists 'overwrite'", capsys.readouterr().err)
-    assert app.main([*command, "--if-exists", "overwrite"]) == 0
-    assert app.main([*command, "--if-exists", "append"]) == 2
+    assert main(*arguments, "--if-exists", "overwrite") == 0
+    assert main(*arguments, "--if-exists", "append") == 2
     assert beside(target) == []

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from inside import set_inside
 from PIL import Image
 
 from memmap_buffer import CorruptBufferError, NotABufferError, ReplayBuffer, SchemaError
-from memmap_buffer.interop import lerobot as module
 from memmap_buffer.interop.lerobot import export_lerobot, import_lerobot
 
 LENGTHS = (4, 2, 5)
@@ -214,7 +214,7 @@ def grey(tmp_path):
 
 
 def test_statistics_are_those_of_all_frames_and_pixels(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "GROUP", 2)
+    set_inside(monkeypatch, lerobot_group=2)
     written = write(tmp_path / "l")
     with import_lerobot(tmp_path / "l", tmp_path / "b") as buffer:
         export_lerobot(buffer, tmp_path / "m")

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from inside import get_inside, set_inside
 from lerobot_peer import scene
 
 from memmap_buffer import CorruptBufferError, Jpeg, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import flatten
-from memmap_buffer.interop import lerobot as module
 from memmap_buffer.interop.lerobot import export_lerobot, import_lerobot
 from memmap_buffer.interop.lerobot_dataset import DiskLeRobotDataset
 from memmap_buffer.interop.video import FilmReader
@@ -90,7 +90,7 @@ def psnr(got, expected):
 
 @pytest.mark.parametrize("at_once", [1 << 30, 1 << 17])
 def test_each_frame_is_the_one_of_its_time_to_the_bit(tmp_path, published, monkeypatch, at_once):
-    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    set_inside(monkeypatch, frames_at_once=at_once)
     root, decoded = published
     with import_lerobot(root, tmp_path / "b", codec="zstd") as buffer:
         assert buffer.episode_lens.tolist() == list(LENGTHS)
@@ -112,7 +112,7 @@ def test_jpeg_adds_less_to_the_error_than_the_video_has(tmp_path, published):
 
 
 def test_an_end_within_an_episode_stays_where_it_is(tmp_path, published, monkeypatch):
-    monkeypatch.setattr(module, "AT_ONCE", 1)
+    set_inside(monkeypatch, frames_at_once=1)
     with import_lerobot(published[0], tmp_path / "b", codec="zstd", terminated="action", truncated=None) as buffer:
         assert buffer.episode_lens.tolist() == list(LENGTHS)
         np.testing.assert_array_equal(frames_of(buffer, SIDE)[1], published[1][SIDE][1])
@@ -208,8 +208,8 @@ def test_images_go_out_as_videos_within_the_error_of_the_codec(tmp_path, recorde
         "video.height": 48, "video.width": 64, "video.codec": "av1", "video.pix_fmt": "yuv420p",
         "video.is_depth_map": False, "video.fps": FPS, "video.channels": 3, "has_audio": False,
     }  # fmt: skip
-    assert pq.read_schema(tmp_path / "m" / module.DATA).names[:1] == ["action"]
-    rows = pq.read_table(tmp_path / "m" / module.EPISODES).to_pylist()
+    assert pq.read_schema(tmp_path / "m" / get_inside("lerobot_data")).names[:1] == ["action"]
+    rows = pq.read_table(tmp_path / "m" / get_inside("lerobot_episodes")).to_pylist()
     assert [row["videos/grey/from_timestamp"] for row in rows] == [0, 0.45, 0.65]
     assert [row["videos/grey/to_timestamp"] for row in rows] == [0.45, 0.65, 1]
     assert np.shape(rows[0]["stats/grey/mean"]) == np.shape(rows[0]["stats/image/q01"]) == (3, 1, 1)
@@ -221,7 +221,7 @@ def test_images_go_out_as_videos_within_the_error_of_the_codec(tmp_path, recorde
             assert psnr(found["image"], taken["image"]) > 33
             assert abs(found["image"].astype(int) - taken["image"]).mean() < 5
             assert psnr(found["grey"], taken["grey"]) > 30
-        monkeypatch.setattr(module, "VIDEO_MB", 0)  # a file an episode
+        set_inside(monkeypatch, video_mb=0)  # a file an episode
         export_lerobot(buffer, tmp_path / "n", vcodec="hevc", videos=["image"])
     assert len(list((tmp_path / "n/videos").rglob("*.mp4"))) == 3
     features = json.loads((tmp_path / "n/meta/info.json").read_text())["features"]
@@ -291,7 +291,7 @@ def test_items_are_lerobots_own_and_it_reads_and_continues_what_is_exported(tmp_
             assert psnr(once, frames) > 33
     theirs, ours = (json.loads((tmp_path / name / "meta/info.json").read_text()) for name in ("l", "m"))
     assert theirs == ours
-    columns = [pq.read_schema(tmp_path / name / module.EPISODES).names for name in ("l", "m")]
+    columns = [pq.read_schema(tmp_path / name / get_inside("lerobot_episodes")).names for name in ("l", "m")]
     assert set(columns[0]) == set(columns[1])
     peer("compare", tmp_path / "m", tmp_path / "c")
     peer("append", tmp_path / "m")

@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from inside import set_inside
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import flatten
-from memmap_buffer.interop import parquet
 from memmap_buffer.interop.parquet import export_parquet
 
 FIELDS = {
@@ -45,7 +45,7 @@ def buffer(tmp_path):
 
 @pytest.mark.parametrize("group", [1, 1 << 16])
 def test_every_timestep_and_every_episode_is_a_row_with_equal_values(buffer, tmp_path, monkeypatch, group):
-    monkeypatch.setattr(parquet, "GROUP_STEPS", group)
+    set_inside(monkeypatch, group_steps=group)
     export_parquet(buffer, tmp_path / "tables")
     steps, episodes = (pq.read_table(tmp_path / "tables" / name) for name in ("steps.parquet", "episodes.parquet"))
     assert pq.ParquetFile(tmp_path / "tables" / "steps.parquet").num_row_groups == (8 if group == 1 else 1)

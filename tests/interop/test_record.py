@@ -15,7 +15,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import Autoreset, TimeAwareObservation
 
 from memmap_buffer import BufferFullError, Field, ReplayBuffer, SchemaError
-from memmap_buffer.interop.episodes import read_names
+from memmap_buffer.adapters import read_names
 from memmap_buffer.interop.record import RecordEpisodes, RecordVectorEpisodes
 
 LIMIT = 12  # steps, so that episodes end by it as well as by themselves

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from memmap_buffer import ReplayBuffer, SchemaError
-from memmap_buffer.interop.episodes import read_extra
+from memmap_buffer.adapters import read_extra
 from memmap_buffer.interop.record import RecordEpisodes
 from memmap_buffer.interop.robomimic import export_robomimic, import_robomimic
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_cases import main
 
 from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, Trajectory, pack, publish, pull, unpack
 from memmap_buffer.adapters import flatten
@@ -180,10 +181,9 @@ def unpack_of(packed: Path, place: Path) -> ReplayBuffer:
 
 
 def by_merge(buffer: ReplayBuffer, place: Path) -> Episodes:
-    from memmap_buffer.cli import app
 
     buffer.close()
-    assert app.main(["merge", str(place / "copy"), str(buffer.folder)]) == 0
+    assert main("merge", place / "copy", buffer.folder) == 0
     return read(ReplayBuffer.from_folder(place / "copy"))
 
 

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cli_cases import read_json
+from cli_cases import main, read_json
 from hypothesis import given
 from hypothesis import strategies as st
 from range_server import RangeServer
 
 from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError, Source, Window, mixture_loader, publish
-from memmap_buffer.cli import app
 from memmap_buffer.format.source import BLOCK, WINDOWS
 from memmap_buffer.items.shuffle import BLOCKS, Shuffle
 from memmap_buffer.loading.shuffle_window import CacheUse
@@ -93,7 +92,7 @@ def test_every_block_is_fetched_about_once_and_the_log_and_info_say_so(
         assert given != sorted(given)
         most = 2.5 if "num_workers" in options else 1.5  # what is drawn for workers is several of these small windows
         assert sent < most * size_of(far, *options.get("fields", ()))
-        assert app.main(["info", server.url, "--cache", str(tmp_path), "--json"]) == 0
+        assert main("info", server.url, "--cache", tmp_path, "--json") == 0
         told = read_json(capsys.readouterr().out)
     assert 0.98 * sent < told["fetched"] <= sent  # the digests of blocks come with them
     assert told["needed"] >= 0.9 * size_of(far, *options.get("fields", ()))
