@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import assert_same
-from inside import folders_of
+from inside import batch_reader_of
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -17,7 +17,6 @@ from memmap_buffer import (
     StaleEpisodeError,
     Window,
 )
-from memmap_buffer.loading.batch_reader import BatchReader
 
 VIEWS = {
     "timesteps": {"timestep_level": True},
@@ -46,7 +45,7 @@ def sources(recorded):
 @each_view
 def test_at_every_timestep_an_anchor_is_found_if_there_is_one(sources, how):
     for source in sources:
-        reader = BatchReader(folders_of(source), how)
+        reader = batch_reader_of(source, how)
         index = reader.index(refresh=True)
         anchors = index.locate(np.arange(len(index)))
         folders = np.zeros(len(index), int) if anchors.folder is None else anchors.folder

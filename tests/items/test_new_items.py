@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside import folders_of
+from inside import get_inside, live_index_of, set_inside
 from interruptions import interrupted
 
 from memmap_buffer import (
@@ -24,11 +24,6 @@ from memmap_buffer import (
     Timestep,
     Window,
 )
-from memmap_buffer.items import live_index, marked, new_items
-from memmap_buffer.items.live_index import LiveIndex
-from memmap_buffer.items.selection import Selection
-from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.views.anchors import Anchors
 
 FIELDS = {"observation": Field("float32", (2,), final=True), "step": "int", "terminated": "bool", "truncated": "bool"}
 Items = list[tuple[int, ...]]
@@ -184,9 +179,9 @@ def test_of_steps_that_nobody_takes_the_oldest_that_is_there_is_next(tmp_path: P
 def test_changes_that_were_made_while_nobody_asked_are_taken_in_and_do_not_pile_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_index, "MOST_TOUCHED", 5)
+    set_inside(monkeypatch, most_touched=5)
     buffer = make(tmp_path, capacity=100, publish="step")
-    live = LiveIndex(Selection(Timestep()), folders_of(buffer))
+    live = live_index_of(buffer, Timestep())
     add(buffer, [True] * 3)
     assert live.follow() and len(serials_of(live.changed(anew=False))) == 3
     for step in range(1, 7):
@@ -202,7 +197,7 @@ def test_changes_that_were_made_while_nobody_asked_are_taken_in_and_do_not_pile_
 
 def test_changes_are_taken_in_whatever_interrupts_it(tmp_path: Path) -> None:
     buffer = make(tmp_path, max_episodes=200, publish="step")
-    live = LiveIndex(Selection(Timestep()), folders_of(buffer))
+    live = live_index_of(buffer, Timestep())
     add(buffer, [False])
     assert live.follow() and live.changed(anew=False)
     for at in range(60):
@@ -274,17 +269,15 @@ def drawn_steps(buffer: ReplayBuffer, length: int, count: int, view: Any, every:
     return drawn(buffer, count, view, every)
 
 
-@pytest.mark.parametrize(("kind", "method"), [(BatchReader, "read"), (LiveIndex, "left_of")])
-def test_items_that_could_not_be_read_wait_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, method: str
-) -> None:
+@pytest.mark.parametrize("name", ["read_batch", "left_of"])
+def test_items_that_could_not_be_read_wait_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     buffer = ReplayBuffer(tmp_path, 50, 20, {"x": "int"}, circular=True)
     options: dict[str, Any] = {"timestep_level": True, "new_every": 1, "format": "numpy"}
     buffer.store_episode(x=[-1])
     buffer.sample(1, **options)
     buffer.store_episode(x=range(20))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="once"):
-        patch.setattr(kind, method, lambda *_: raise_interrupt())
+        set_inside(patch, **{name: lambda *_: raise_interrupt()})
         buffer.sample(5, **options)
     assert buffer.sample(20, **options)["x"].tolist() == [*range(20)]
 
@@ -296,9 +289,9 @@ def raise_interrupt() -> None:
 def test_the_first_call_lists_no_item_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = ReplayBuffer(tmp_path, 50, 20, {"x": "int"}, circular=True)
     buffer.store_episode(x=range(20))
-    listed: list[int] = []
+    listed, anchors = list[int](), get_inside("new_anchors")
     with monkeypatch.context() as patch:
-        patch.setattr(new_items, "Anchors", lambda *columns: listed.append(len(columns[1])) or Anchors(*columns))
+        set_inside(patch, new_anchors=lambda *columns: listed.append(len(columns[1])) or anchors(*columns))
         buffer.sample(1, timestep_level=True, new_every=1)
     assert listed == [0]
 
@@ -306,7 +299,7 @@ def test_the_first_call_lists_no_item_that_is_there(tmp_path: Path, monkeypatch:
 def test_a_shard_that_was_made_anew_has_new_items_and_a_mark_makes_some_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(marked, "LOOK_SECONDS", 0.0)
+    set_inside(monkeypatch, marks_look_seconds=0.0)
     shard = tmp_path / "shard-00000"
     fields, options = {"x": "int"}, {"timestep_level": True, "new_every": 1, "format": "numpy"}
     with ReplayBuffer(shard, 8, 20, fields) as buffer:
@@ -334,7 +327,7 @@ def test_items_wait_again_beside_a_thread_that_takes_others(tmp_path: Path, monk
     buffer.sample(1, **options)
     buffer.store_episode(x=range(20))
     reads, takes = threading.Event(), threading.Event()
-    read, left_of = BatchReader.read, LiveIndex.left_of
+    read, left_of = get_inside("read_batch"), get_inside("left_of")
 
     def read_or_fail(*arguments: Any) -> Any:
         if threading.current_thread() is thread:
@@ -354,8 +347,7 @@ def test_items_wait_again_beside_a_thread_that_takes_others(tmp_path: Path, monk
             buffer.sample(5, **options)
 
     thread = threading.Thread(target=fail)
-    monkeypatch.setattr(BatchReader, "read", read_or_fail)
-    monkeypatch.setattr(LiveIndex, "left_of", left_of_while_the_other_fails)
+    set_inside(monkeypatch, read_batch=read_or_fail, left_of=left_of_while_the_other_fails)
     thread.start()
     assert reads.wait(10)
     given = buffer.sample(5, **options)["x"].tolist()

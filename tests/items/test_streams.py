@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside import folders_of
+from inside import live_index_of
 
 from memmap_buffer import ReplayBuffer, Window
-from memmap_buffer.items.live_index import LiveIndex
-from memmap_buffer.items.selection import Selection
 
 META = {"place": ("int64", (2,)), "side": "float32", "name": "U4"}
 VALUES = {"place": [(0, 1), (1, 0), (1, 1)], "side": [-0.0, 0.0, 1.5], "name": ["a", "b", "äöü"]}
@@ -40,8 +38,8 @@ def test_whatever_is_stored_deleted_and_changed_items_run_on_in_their_stream(
 ) -> None:
     rng, length = np.random.default_rng(seed), [1, 5, 13][seed]
     buffer = ReplayBuffer(tmp_path, 12, 8, {"x": "int64"}, META, publish="step", spare_slots=4, circular=True)
-    selection = Selection(Window(length, boundary="continue", stream=name))
-    live = LiveIndex(selection, folders_of(buffer))
+    view = Window(length, boundary="continue", stream=name)
+    live = live_index_of(buffer, view)
     made_anew = 0
 
     def meta() -> dict[str, Any]:

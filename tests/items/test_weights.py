@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from inside import get_inside, set_inside
 
 from memmap_buffer import (
     Balanced,
@@ -88,10 +89,9 @@ def test_an_end_in_the_middle_of_an_episode_makes_no_two_of_it(tmp_path):
 
 
 def test_only_the_columns_that_are_asked_for_are_read(buffer, monkeypatch):
-    from memmap_buffer.items import weights
 
-    read, column = [], weights.episode_column
-    monkeypatch.setattr(weights, "episode_column", lambda *a: read.append(a[2]) or column(*a))
+    read, column = [], get_inside("episode_column")
+    set_inside(monkeypatch, episode_column=lambda *a: read.append(a[2]) or column(*a))
     buffer.sample(4, **STEPS, weight_by=lambda columns: columns["score"] * (columns["age"] < 3))
     assert read == ["score"]
 

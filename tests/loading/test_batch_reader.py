@@ -6,11 +6,10 @@ import pickle
 import numpy as np
 import pytest
 from conftest import flat
+from inside import get_inside, set_inside
 from torch.utils.data import DataLoader
 
 from memmap_buffer import ConcatBuffer, NotEnoughDataError, Offsets, StaleEpisodeError, Trajectory, Window
-from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.views.folders import Found
 
 LENGTHS = (5, 5, 5, 5)
 VIEWS = {
@@ -124,7 +123,7 @@ def test_what_is_gone_raises_where_that_was_asked_for(scene, in_the_middle, when
 def test_without_the_check_rows_of_other_episodes_are_served(scene, monkeypatch, in_the_middle, view):
     """The guard of the tests above: they can see wrong rows."""
     dataset, anchors = drawn(scene.buffer, **VIEWS[view])
-    monkeypatch.setattr(Found, "unchanged", lambda self: np.ones(self.anchors.size, bool))
+    set_inside(monkeypatch, unchanged=lambda self: np.ones(self.anchors.size, bool))
     in_the_middle(scene.overwrite)
     with pytest.raises(AssertionError, match=r"."):
         assert_of_one_episode(read(dataset, anchors))
@@ -213,7 +212,7 @@ def test_what_was_copied_and_checked_stays_whatever_becomes_of_the_rest(scene, m
     dataset, anchors = drawn(scene.buffer, **VIEWS[view])
     kept = anchors.anchors.serial >= 2
     scene.publish(2)  # 0 is overwritten, 1 retired
-    tries, build = [], BatchReader.build
+    tries, build = [], get_inside("build_batch")
 
     def built(self, anchors, *since):
         tries.append(anchors.serial.tolist())
@@ -221,7 +220,7 @@ def test_what_was_copied_and_checked_stays_whatever_becomes_of_the_rest(scene, m
             scene.overwrite()
         return build(self, anchors, *since)
 
-    monkeypatch.setattr(BatchReader, "build", built)
+    set_inside(monkeypatch, build_batch=built)
     batch = read(dataset, anchors)
     assert np.array(serials(batch))[kept].tolist() == anchors.anchors.serial[kept].tolist()
     assert not set(np.array(serials(batch))[~kept].tolist()) & {0, 1, 2, 3}
@@ -250,7 +249,7 @@ def test_a_batch_drawn_in_several_tries_is_as_long_as_its_longest_episode(record
 
 def test_a_reader_that_never_reads_a_thing_raises_in_the_end(scene, monkeypatch):
     monkeypatch.setattr("memmap_buffer.loading.batch_reader.PATIENCE", 0.05)
-    monkeypatch.setattr(Found, "unchanged", lambda self: np.zeros(self.anchors.size, bool))
+    set_inside(monkeypatch, unchanged=lambda self: np.zeros(self.anchors.size, bool))
     dataset, anchors = drawn(scene.buffer, timestep_level=True)
     with pytest.raises(StaleEpisodeError, match="make the ring larger"):
         read(dataset, anchors)

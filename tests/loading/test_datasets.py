@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same, flat
+from inside import get_inside, set_inside
 from torch.utils.data import ConcatDataset, DataLoader, Subset, default_collate
 
 from memmap_buffer import ConcatBuffer, NotEnoughDataError, NStep, Offsets, Prioritized, SchemaError, Trajectory, Window
-from memmap_buffer.schema import nest
-from memmap_buffer.views.gather import Gather
 
 FIELDS = {
     "number": ((), torch.int64),
@@ -131,7 +130,7 @@ def test_an_item_is_what_the_unshuffled_loader_gives_at_its_place(recorded, opti
     dataset, loader = buffer.dataset(**options), buffer.dataloader(1, **options)
     assert len(dataset) == len(loader) > 1
     for i, batch in enumerate(loader):
-        assert_same(nest({k: v[None] if hasattr(v, "dim") else [v] for k, v in flat(dataset[i]).items()}), batch)
+        assert_same({k: v[None] if hasattr(v, "dim") else [v] for k, v in flat(dataset[i]).items()}, flat(batch))
 
 
 def test_fields_declared_nested_come_back_nested(recorded):
@@ -188,14 +187,14 @@ def test_changing_a_batch_in_place_leaves_the_files_unchanged(recorded, options,
 
 def test_a_batch_is_gathered_once_however_large_it_is(recorded, monkeypatch):
     calls = []
-    copy = Gather.copy
+    copy = get_inside("copy_rows")
 
     def copied(self, batch):
         columns = copy(self, batch)
         calls.extend(columns)
         return columns
 
-    monkeypatch.setattr(Gather, "copy", copied)
+    set_inside(monkeypatch, copy_rows=copied)
     dataset = recorded().dataset(timestep_level=True)
     for indices in ([0], list(range(18))):
         calls.clear()

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from inside import get_inside, set_inside
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from memmap_buffer import ConcatBuffer, MemmapBufferError, Prioritized, ReplayBuffer, SchemaError
-from memmap_buffer.loading.distributed import EpochBatches, ProcessRanks
-from memmap_buffer.views.folders import Folders
 
 WORLD = 2
 STEPS = {"timestep_level": True, "return_indices": True}
@@ -53,13 +52,13 @@ def epochs(rank, folder, _):
 def later(rank, folder, signal):
     """Rank 1 begins the epoch when an episode was published since rank 0 began it."""
     if rank == 0:
-        agree = ProcessRanks.agree
+        agree = get_inside("agree")
 
         def signalled(self, value):
             signal.touch()
             return agree(self, value)
 
-        ProcessRanks.agree = signalled
+        set_inside(pytest.MonkeyPatch(), agree=signalled)  # in a process of its own
     buffer = ReplayBuffer.from_folder(folder, read_only=rank == 0)
     loader = buffer.dataloader(4, shuffle=True, seed=rank, **STEPS)
     while rank == 1 and not signal.exists():
@@ -194,7 +193,7 @@ def unreadable(rank, folder, _):
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Folders, "refresh", fail)
+            set_inside(patch, refresh_folders=fail)
         try:
             told = items(loader)
         except (SchemaError, OSError) as error:
@@ -420,7 +419,7 @@ def test_a_sampler_gives_the_items_of_its_batches(recorded):
 def test_another_sampler_in_the_place_of_ours_is_refused(recorded):
     loader = recorded.dataloader(4, **STEPS)
     with pytest.raises(SchemaError, match=r"sampler: got a RandomSampler, expected the loader's own"):
-        EpochBatches(RandomSampler(loader.dataset), batch_size=4, drop_last=False)
+        type(loader.batch_sampler)(RandomSampler(loader.dataset), batch_size=4, drop_last=False)
 
 
 def test_workers_of_a_rank_change_nothing(both):

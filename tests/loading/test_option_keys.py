@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same
+from inside import get_inside, set_inside
 
 from memmap_buffer import (
     Advantages,
@@ -25,9 +26,6 @@ from memmap_buffer import (
     Trajectory,
     Window,
 )
-from memmap_buffer.api import reading
-from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.loading.option_keys import key_of
 
 STEPS = {"timestep_level": True}
 
@@ -93,15 +91,15 @@ each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[BatchReader]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The readers that buffers make from now on."""
-    readers: list[BatchReader] = []
+    readers, kind = list[Any](), get_inside("batch_reader")
 
-    def make(*args: Any) -> BatchReader:
-        readers.append(BatchReader(*args))
+    def make(*args: Any) -> Any:
+        readers.append(kind(*args))
         return readers[-1]
 
-    monkeypatch.setattr(reading, "BatchReader", make)
+    set_inside(monkeypatch, batch_reader=make)
     return readers
 
 
@@ -176,7 +174,7 @@ def test_a_dict_of_plain_values_is_found_without_making_a_key(recorded, monkeypa
     buffer, stack = recorded(), {"t": 2}
     for padding in ("zero", "edge", "zero"):
         assert buffer.sample(2, n_steps=1, stack=stack, padding=padding)["t"].shape == (2, 2)
-    monkeypatch.setattr(reading, "key_of", None)
+    set_inside(monkeypatch, option_key=None)
     assert buffer.sample(2, n_steps=1, stack={"t": 2}, padding="edge")["t"].shape == (2, 2)
 
 
@@ -199,7 +197,7 @@ def test_a_transform_that_can_be_changed_is_called_as_it_is_now(recorded):
 
 def test_options_that_are_their_own_key_are_found_without_making_one():
     options = {"view": Timestep(["t"]), "n_steps": 3, "fields": ("t",), "on_stale": "raise", "gamma": None}
-    assert key_of(options) == tuple(options.items())
+    assert get_inside("option_key")(options) == tuple(options.items())
 
 
 def test_views_are_equal_however_their_names_were_given():

@@ -25,10 +25,12 @@ from inside import (
     before_the_draw,
     count_cuts,
     followed_items,
+    get_inside,
     leaves_of_anchors,
     priorities_named,
     priorities_of,
     samplers_of,
+    set_inside,
     storage_of,
     store_leaves_alone,
 )
@@ -51,14 +53,6 @@ from memmap_buffer import (
     compute_importance_weights,
     pack,
 )
-from memmap_buffer.format import journal
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.items.rank_partition import Ranks
-from memmap_buffer.loading import prioritized
-from memmap_buffer.priority import anchor_priorities, sum_tree
-from memmap_buffer.priority.anchor_priorities import AnchorPriorities
-from memmap_buffer.priority.priorities import Priorities, in_turn, while_locked
-from memmap_buffer.priority.tree_file import TreeFile
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 EPSILON = 1e-6
@@ -575,7 +569,7 @@ def test_a_tree_of_its_own_that_is_far_behind_looks_at_everything_again(tmp_path
 
 
 def test_blocks_of_any_size_weigh_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(anchor_priorities, "BLOCK", 3)
+    set_inside(monkeypatch, anchor_block=3)
     buffer, slow = make(tmp_path, (5, 9, 4)), Slow(HOWS[1])
     slow.follow(buffer)
     buffer.sample(1, prioritized=slow.how, **STEP)
@@ -623,8 +617,7 @@ def test_ranks_give_the_probabilities_of_the_paper(tmp_path, options):
 @pytest.mark.parametrize("options", [STEP, {"n_steps": 2}, {"view": Window(2)}, {}])
 def test_ranks_of_their_own_are_by_age_whatever_slots_the_episodes_are_in(tmp_path, monkeypatch, options):
     """The same of a ring that went round, of a copy that is packed, and of a learner that opens it anew."""
-    monkeypatch.setattr(anchor_priorities, "BLOCK", 7)
-    monkeypatch.setattr(anchor_priorities, "FEW", 0)
+    set_inside(monkeypatch, anchor_block=7, few_anchors=0)
     how = Prioritized(alpha=0.8, variant="rank", sort_interval=1, ties="own", epsilon=0)
     buffer = make(tmp_path / "ring", (5, 9, 4, 6, 3), max_episodes=3)
     anchors = anchors_of(buffer, options)
@@ -876,18 +869,17 @@ def together(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a folder was looked at by itself")
 
-    values = []
+    values, spread_values = [], get_inside("spread")
 
     def spread(*arguments, **options):
-        values.append(sum_tree.spread(*arguments, **options))
+        values.append(spread_values(*arguments, **options))
         return values[-1].copy()
 
     find = SumTree.find
     monkeypatch.setattr(
         SumTree, "find", lambda tree, values, of=None: (refuse if of is None else find)(tree, values, of)
     )
-    monkeypatch.setattr(sum_tree, "by_tree", refuse)
-    monkeypatch.setattr(prioritized, "spread", spread)
+    set_inside(monkeypatch, by_tree=refuse, spread=spread)
     return values
 
 
@@ -1051,14 +1043,14 @@ def test_folders_of_any_size_without_episodes_and_without_priorities_are_drawn_f
 
 
 def test_only_folders_whose_locks_are_held_are_looked_at(tmp_path, monkeypatch, together):
-    both, row = ConcatBuffer([make(tmp_path / name, (5,)) for name in "abc"]), Priorities.row
+    both, row = ConcatBuffer([make(tmp_path / name, (5,)) for name in "abc"]), get_inside("row_of_priorities")
 
     def looked_at(self):
         assert self.lock._is_owned()
         return row(self)
 
     both.sample(1, prioritized=True, **STEP)
-    monkeypatch.setattr(Priorities, "row", looked_at)
+    set_inside(monkeypatch, row_of_priorities=looked_at)
     assert both.update_priorities([[0, 0, 1]], [3]) == both.update_priorities([[2, 0, 1], [0, 0, 2]], [3, 4]) == 0
     np.testing.assert_allclose(both.priorities([[0, 0, 1], [2, 0, 1], [1, 0, 0]]), [3**0.6, 3**0.6, 1], rtol=1e-5)
 
@@ -1072,12 +1064,14 @@ def test_priorities_that_all_become_zero_in_the_middle_of_a_draw_do_so_after_it(
     indices = [[*[0] * several, 0, t] for t in range(2)]
     thread = threading.Thread(target=buffer.update_priorities, args=[indices, [0, 0]])
 
+    spread_values = get_inside("spread")
+
     def spread(*arguments, **options):
         thread.start()
         thread.join(0.3)  # it waits for the draw
-        return sum_tree.spread(*arguments, **options)
+        return spread_values(*arguments, **options)
 
-    monkeypatch.setattr(prioritized, "spread", spread)
+    set_inside(monkeypatch, spread=spread)
     assert len(buffer.sample(8, prioritized=how, **STEP)["t"]) == 8
     thread.join()
     monkeypatch.undo()
@@ -1144,7 +1138,7 @@ def test_an_interrupted_update_of_several_folders_leaves_trees_of_their_leaves(t
 
 
 def test_an_interruption_between_the_ends_of_an_update_leaves_no_item_behind(tmp_path, monkeypatch):
-    how, end, options = Prioritized(alpha=1.0), TreeFile.end, {"view": Window(3, boundary="drop")}
+    how, end, options = Prioritized(alpha=1.0), get_inside("end_of_tree"), {"view": Window(3, boundary="drop")}
     both = ConcatBuffer([make(tmp_path / name, (5, 4)) for name in "abc"])
     both.sample(1, prioritized=how, **options)
 
@@ -1152,10 +1146,10 @@ def test_an_interruption_between_the_ends_of_an_update_leaves_no_item_behind(tmp
         end(self)
         raise KeyboardInterrupt("after the first of them")
 
-    monkeypatch.setattr(TreeFile, "end", interrupted)
+    set_inside(monkeypatch, end_of_tree=interrupted)
     with pytest.raises(KeyboardInterrupt, match="after the first of them"):
         both.update_priorities([[number, 0, 1] for number in range(3)], [8.0, 9.0, 10.0])
-    monkeypatch.setattr(TreeFile, "end", end)
+    set_inside(monkeypatch, end_of_tree=end)
     batch = both.sample(256, prioritized=how, seed=0, **options)
     mass = {(number, 0, 1): 8.0 + number for number in range(3)}
     expected = np.array([mass.get(item, 1.0) for item in drawn(batch)]) / (3 * 5 - 3 + 27)
@@ -1254,7 +1248,7 @@ def test_threads_draw_from_the_same_folders_in_another_order_beside_updates(tmp_
 
 def test_locks_of_several_are_let_go_of_where_one_of_them_is_interrupted(tmp_path):
     parts = [make(tmp_path / name, (5,)) for name in "abc"]
-    each = [Priorities.open(storage_of(part), "td") for part in parts]
+    each = [get_inside("open_priorities")(storage_of(part), "td") for part in parts]
 
     class Interrupted:
         def acquire(self):
@@ -1263,11 +1257,11 @@ def test_locks_of_several_are_let_go_of_where_one_of_them_is_interrupted(tmp_pat
         def release(self):
             raise RuntimeError("cannot release un-acquired lock")
 
-    order, lock = in_turn(reversed(each)), each[1].lock
+    order, lock = get_inside("in_turn")(reversed(each)), each[1].lock
     assert order == each
     each[1].lock = Interrupted()
     with pytest.raises(KeyboardInterrupt, match="while one waits"):
-        while_locked(order, int)
+        get_inside("while_locked")(order, int)
     each[1].lock = lock
     free = []
 
@@ -1280,7 +1274,7 @@ def test_locks_of_several_are_let_go_of_where_one_of_them_is_interrupted(tmp_pat
     assert free == [True] * 3
 
 
-class Told(Ranks):
+class Told(get_inside("ranks")):
     """Rank 0 of two, of which the other gives what is told here."""
 
     connected = True
@@ -1338,7 +1332,7 @@ def test_a_shard_that_goes_before_its_priorities_are_opened_is_gone_or_the_new_o
         buffer.sample(1, prioritized=True, **STEP)
         make(tmp_path / "shard-00003", (5,)).close()
         buffer.refresh()
-    opened, gone = Priorities.open, [tmp_path / "shard-00003"]
+    opened, gone = get_inside("open_priorities"), [tmp_path / "shard-00003"]
 
     def late(storage, *args, **how):
         if storage.path in gone:
@@ -1347,7 +1341,7 @@ def test_a_shard_that_goes_before_its_priorities_are_opened_is_gone_or_the_new_o
                 make(storage.path, (2,)).close()
         return opened(storage, *args, **how)
 
-    monkeypatch.setattr(Priorities, "open", late)
+    set_inside(monkeypatch, open_priorities=late)
     if work != "update":
         drawn = buffer.sample(500, prioritized=True, return_indices=True, seed=0, **STEP)["_indices"]
         assert {tuple(item) for item in drawn[drawn[:, 0] == 3].tolist()} == ({(3, 0, 0), (3, 0, 1)} if anew else set())
@@ -1540,8 +1534,7 @@ def test_a_draw_after_an_appended_step_looks_at_the_slots_that_changed_and_at_no
     for t in range(1, 8):
         buffer.add(**fields, t=[t, t], terminated=[False, False])
         with monkeypatch.context() as patch:
-            patch.setattr(Storage, "refresh", None)
-            patch.setattr(journal, "columns_of", None)
+            set_inside(patch, refresh_storage=None, columns_of=None)
             count = followed_items(sampler)
         assert count == len(anchors_of(buffer, options))
 
@@ -1687,7 +1680,7 @@ def test_a_tree_that_follows_steps_one_by_one_is_the_one_that_is_made_anew(tmp_p
         by_steps += step > 3 and not cuts
         cut = partial(sampler.reader.selection.runs_of, 0, storage_of(buffer))
         count_cuts(one, cut, cuts)
-        other = AnchorPriorities(storage_of(buffer), one.steps, sampler.how, sampler.reader.selection.view, cut)
+        other = type(one)(storage_of(buffer), one.steps, sampler.how, sampler.reader.selection.view, cut)
         other.follow(None)
         assert one.count == other.count
         assert one.tree.total == pytest.approx(other.tree.total)

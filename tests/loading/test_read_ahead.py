@@ -7,13 +7,9 @@ from types import SimpleNamespace
 import coded_folder
 import numpy as np
 import pytest
-from inside import storage_of
+from inside import get_inside, set_inside, storage_of
 
 from memmap_buffer import ConcatBuffer, Field, Offsets, ReplayBuffer, Window
-from memmap_buffer.format.folder import disk_reads, will_need
-from memmap_buffer.loading import batch_reader, epochs, read_ahead
-from memmap_buffer.views.gather import Gather, RowGather
-from memmap_buffer.views.row_ranges import RowRanges
 
 FIELDS = {"t": "int", "observation": Field("float", (3,), final=True), "other": "float"}
 VIEWS = {
@@ -23,7 +19,7 @@ VIEWS = {
     "window": {"view": Window(2, fields=("t", "observation"), boundary="drop")},
     "filtered": {"timestep_level": True, "fields": ["t", "observation"], "filter_fields": {"t": lambda t: t % 5 != 2}},
 }
-ASK = read_ahead.Disk.ask
+ASK = get_inside("disk_ask")
 BLOCK = {"shuffle": "block", "shuffle_window": 64, "seed": 3}
 
 
@@ -45,30 +41,28 @@ def record(buffer, episodes):
 def events(monkeypatch):
     """What happens, in order: ("ask", array, rows) and ("read", array, rows)."""
     seen = []
-    copy = Gather.copy
+    copy = get_inside("copy_rows")
 
     def asked(array, ranges):
         seen.extend(("ask", id(array), set(range(*each))) for each in ranges)
-        will_need(array, ranges)
+        get_inside("ask_kernel")(array, ranges)
 
     def copied(self, batch):
         for column in batch.values():
-            if isinstance(column, RowGather):
+            if isinstance(column, get_inside("row_gather")):
                 for storage, chosen, *_ in self.records.groups:
                     rows = numbers(column.rows[chosen])
                     seen.extend(("read", id(storage.maps.rows[name]), rows) for name in column.group.names)
         return copy(self, batch)
 
-    monkeypatch.setattr(read_ahead, "will_need", asked)
-    monkeypatch.setattr(read_ahead, "GAP_BYTES", 0)
-    monkeypatch.setattr(Gather, "copy", copied)
-    monkeypatch.setattr(read_ahead.Disk, "ask", lambda self, builder: None)  # windows alone are asked for
+    set_inside(monkeypatch, will_need=asked, gap_bytes=0, copy_rows=copied)
+    set_inside(monkeypatch, disk_ask=lambda self, builder: None)  # windows alone are asked for
     return seen
 
 
 def numbers(rows):
     """The rows that are read."""
-    if not isinstance(rows, RowRanges):
+    if not isinstance(rows, get_inside("row_ranges")):
         return set(np.ravel(rows).tolist())
     ranges = zip(rows.row.tolist(), (rows.stop - rows.lead).tolist(), strict=True)
     return {row + i for row, count in ranges for i in range(count)}
@@ -85,7 +79,7 @@ def rows_of(events, what):
 @pytest.mark.parametrize("chunk", [8, 64, 1 << 14])
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_row_is_asked_for_before_it_is_read(buffer, events, monkeypatch, view, chunk):
-    monkeypatch.setattr(epochs, "CHUNK", chunk)
+    set_inside(monkeypatch, epoch_chunk=chunk)
     list(buffer.dataloader(8, **BLOCK, **VIEWS[view]))
     asked = {}
     for kind, array, rows in events:
@@ -129,7 +123,7 @@ def test_other_orders_ask_for_nothing(buffer, events, options):
 
 
 def test_near_rows_are_asked_for_in_one_go(buffer, events, monkeypatch):
-    monkeypatch.setattr(read_ahead, "GAP_BYTES", 1 << 17)
+    set_inside(monkeypatch, gap_bytes=1 << 17)
     list(buffer.dataloader(8, timestep_level=True, fields="t", **{**BLOCK, "shuffle_window": 10_000}))
     asks = [rows for kind, _, rows in events if kind == "ask"]
     assert len(asks) < 100
@@ -151,14 +145,10 @@ def disk(monkeypatch, events):
 
     def asked(array, ranges):
         events.extend(("ask", id(array), set(range(*each))) for each in ranges)
-        will_need(array, ranges)
+        get_inside("ask_kernel")(array, ranges)
 
-    monkeypatch.setattr(read_ahead.Disk, "ask", ASK)
-    monkeypatch.setattr(read_ahead, "disk_reads", count)
-    monkeypatch.setattr(read_ahead, "will_need", asked)
-    monkeypatch.setattr(batch_reader, "ANSWER_SECONDS", 0)
-    monkeypatch.setattr(read_ahead, "ANSWER_SECONDS", 0)
-    monkeypatch.setattr(read_ahead, "ROW_GAP", 0)
+    set_inside(monkeypatch, disk_ask=ASK, disk_reads=count, will_need=asked, answer_seconds=0, disk_answer_seconds=0)
+    set_inside(monkeypatch, row_gap=0)
     return disk
 
 
@@ -212,16 +202,16 @@ def test_what_this_thread_reads_between_batches_does_not_count(buffer, events, d
 def test_what_this_thread_has_the_disk_read_is_counted(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
-    before = disk_reads()
+    before = get_inside("disk_reads")()
     for _ in range(3):
         assert path.read_bytes() == bytes(1 << 20)
-    assert disk_reads() == before  # it is in memory
+    assert get_inside("disk_reads")() == before  # it is in memory
 
 
 def test_any_rows_of_a_field_can_be_asked_for(buffer):
     for rows in storage_of(buffer).maps.rows.values():
         for first, stop in ((0, 0), (0, 1), (0, len(rows)), (len(rows) - 1, len(rows)), (3, len(rows) + 5)):
-            will_need(rows, [(first, stop)])
+            get_inside("ask_kernel")(rows, [(first, stop)])
     assert buffer.episode(2)["t"].tolist() == list(range(7))
 
 
@@ -238,10 +228,9 @@ def asked_blobs(monkeypatch):
         if array.dtype == np.uint8 and array.ndim == 1:
             for begin, stop in ranges:
                 seen.setdefault(id(array), set()).update(range(begin, stop))
-        will_need(array, ranges)
+        get_inside("ask_kernel")(array, ranges)
 
-    monkeypatch.setattr(read_ahead, "will_need", asked)
-    monkeypatch.setattr(read_ahead, "GAP_BYTES", 0)
+    set_inside(monkeypatch, will_need=asked, gap_bytes=0)
     return seen
 
 
@@ -268,7 +257,7 @@ def test_the_blobs_of_a_batch_are_asked_for_and_no_others(asked_blobs, kind):
 
 
 def test_the_blobs_of_a_window_are_asked_for_before_it_is_read(asked_blobs, monkeypatch):
-    monkeypatch.setattr(read_ahead.Disk, "ask", lambda self, builder: None)
+    set_inside(monkeypatch, disk_ask=lambda self, builder: None)
     with ReplayBuffer.from_folder(coded_folder.example(), read_only=True) as buffer:
         list(buffer.dataloader(8, timestep_level=True, fields=["frame"], **BLOCK))
         storage = storage_of(buffer)
@@ -284,6 +273,6 @@ def test_what_a_spoilt_index_says_is_not_asked_for(tmp_path, asked_blobs):
     index[:30] = [[0, 0], [2**63, 9], [2**64 - 1, 2**32 - 1], [5, 2**32 - 2], [2**40, 2**20]] * 6
     with ReplayBuffer.from_folder(folder, read_only=True) as buffer:
         rows = np.arange(30)
-        read_ahead.ask_for_blobs(storage_of(buffer), "noise", rows, rows + 1, 0)
-        read_ahead.ask_for_blobs(storage_of(buffer), "noise", rows, rows + 3, 0)
+        get_inside("ask_for_blobs")(storage_of(buffer), "noise", rows, rows + 1, 0)
+        get_inside("ask_for_blobs")(storage_of(buffer), "noise", rows, rows + 3, 0)
     assert sum(map(len, asked_blobs.values())) < 100

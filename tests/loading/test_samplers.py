@@ -10,7 +10,6 @@ import torch
 from conftest import assert_same, record_episode
 
 from memmap_buffer import ConcatBuffer, NotEnoughDataError, Window
-from memmap_buffer.items.index import Index
 
 STEPS = [[serial, t] for serial, length in enumerate((3, 4, 5, 6)) for t in range(length)]
 TIMESTEPS = {"timestep_level": True, "return_indices": True}
@@ -197,7 +196,6 @@ def test_an_index_costs_memory_per_episode_and_not_per_step(recorded, options):
     few, many = (
         index_of(large(recorded, 100, length, name=str(length)), **options) for length in (10, 1000)
     )  # 10³ and 10⁵ steps
-    assert isinstance(few, Index)
     assert nbytes(few) == nbytes(many) < 100 * 32 + 1000
     assert len(many) == (100 if not options else len(few) + 100 * 990)
 

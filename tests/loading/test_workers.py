@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same, flat
-from inside import sent_to_workers
+from inside import sent_to_workers, set_inside
 from torch.utils.data import DataLoader
 
 from memmap_buffer import ConcatBuffer, ReplayBuffer, StaleEpisodeError, Timestep, Window
-from memmap_buffer.items import shared_arrays
 
 # Python 3.12 warns of every fork of a process with threads, and torch has some; torch also warns on a single core.
 pytestmark = [
@@ -257,7 +256,7 @@ def test_workers_of_a_loader_are_started_without_the_index(recorded):
 )
 def test_workers_that_are_started_with_an_index_map_it(recorded, monkeypatch, method):
     """Those of a DataLoader of one's own, and those of a loader with a filter that no worker can call."""
-    monkeypatch.setattr(shared_arrays, "LEAST", 0)
+    set_inside(monkeypatch, shared_least=0)
     sizes, dump = [], reduction.dump
 
     def counted(obj, file, *more):

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside import get_inside
 
 from memmap_buffer import ConcatBuffer, Field, Hindsight, NStep, Offsets, ReplayBuffer, Trajectory, Window, pack
-from memmap_buffer.format.syscalls import MOST_AT
-from memmap_buffer.views.by_address import WIDE
 
 LONGEST = 12
 FIELDS: dict[str, Any] = {
@@ -23,8 +22,8 @@ FIELDS: dict[str, Any] = {
     "odd": ("uint8", (7,)),
     "wave": "complex128",
     "text": "U5",
-    "wide": Field("int16", (WIDE // 2 + 1,), final=True),
-    "widest": ("uint8", (MOST_AT + 1,)),
+    "wide": Field("int16", (get_inside("widest_address") // 2 + 1,), final=True),
+    "widest": ("uint8", (get_inside("most_at") + 1,)),
     "coded": Field("int32", (6,), codec="zstd"),
     "list": ("float32", (None, 2)),
     "goal": ("float32", (2,)),
@@ -33,7 +32,7 @@ FIELDS: dict[str, Any] = {
     "terminated": "bool",
     "truncated": "bool",
 }
-META = {"home": "int", "name": ("U3", (2,)), "share": "float64", "far": ("uint8", (MOST_AT + 1,))}
+META = {"home": "int", "name": ("U3", (2,)), "share": "float64", "far": ("uint8", (get_inside("most_at") + 1,))}
 SMALL = ("flag", "half", "brain", "odd", "wave", "text", "reward")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import assert_same, flat, record_episode
 from damage import rewrite_record
-from inside import slot_of, storage_of
+from inside import get_inside, place_of_row, set_inside, slot_of, storage_of
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -25,12 +25,6 @@ from memmap_buffer import (
     View,
     Window,
 )
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.loading import samplers
-from memmap_buffer.loading.batch_reader import BatchReader
-from memmap_buffer.loading.read_ahead import Disk
-from memmap_buffer.views import batch_builder
-from memmap_buffer.views.anchors import Anchors
 
 LENGTHS = (3, 9, 12, 1, 7, 12, 5, 11)
 VIEWS = {
@@ -51,7 +45,7 @@ every_view = pytest.mark.parametrize("options", VIEWS.values(), ids=VIEWS)
 @pytest.fixture(params=[1 << 20, 2000], ids=["many together", "a few together"])
 def together(request, monkeypatch):
     """How many bytes of batches are read as one."""
-    monkeypatch.setattr(samplers, "MOST_BYTES", request.param)
+    set_inside(monkeypatch, sampler_bytes=request.param)
 
 
 def tensors(batch):
@@ -138,7 +132,7 @@ def test_what_changes_between_batches_is_served_as_it_is_then(recorded, together
 def test_a_batch_may_be_as_large_as_one_alone_however_many_are_read_together(recorded, monkeypatch):
     buffer = recorded(LENGTHS)
     options = {"view": Window(5), "filter_meta": {"task_id": {0, 1}}}
-    monkeypatch.setattr(batch_builder, "MAX_BATCH_BYTES", 4 * 5 * batch_builder.INDEX_BYTES)
+    set_inside(monkeypatch, max_batch_bytes=4 * 5 * get_inside("index_bytes"))
     for _ in range(20):
         assert len(buffer.sample(4, **options)["t"]) == 4
     assert sum(len(batch["t"]) for batch in buffer.dataloader(4, **options)) == sum(LENGTHS)
@@ -151,7 +145,7 @@ def test_a_batch_of_no_items_asks_the_disk_for_nothing(recorded, options, both, 
     if both:
         buffer = ConcatBuffer([buffer, recorded(LENGTHS, name="other")])
     expected = buffer.batch_spec(**options)
-    monkeypatch.setattr(Disk, "took", lambda self, seconds: None)  # it stays slow, as it begins
+    set_inside(monkeypatch, disk_took=lambda self, seconds: None)  # it stays slow, as it begins
     assert buffer.batch_spec(**options) == expected
 
 
@@ -219,11 +213,12 @@ def test_what_is_being_rewritten_when_it_is_copied_is_looked_at_again(recorded):
 
 def test_an_episode_that_fails_its_checksums_is_drawn_again_though_it_holds_what_is_no_text(recorded):
     recorded([4] * 9, max_episodes=9, max_timesteps=4).close()
-    layout = (storage := Storage(recorded((), max_episodes=9, max_timesteps=4).folder)).layout
-    with (storage.path / layout.arrays["text"].name).open("r+b") as file:
-        file.seek(layout.row_offset("text", 5 * 4))
+    folder = recorded((), max_episodes=9, max_timesteps=4).folder
+    path, offset = place_of_row(folder, "text", 5)
+    with path.open("r+b") as file:
+        file.seek(offset)
         file.write(b"\xff" * 4)
-    buffer = ReplayBuffer.from_folder(storage.path, read_only=True, verify="read")
+    buffer = ReplayBuffer.from_folder(folder, read_only=True, verify="read")
     batches = buffer.dataloader(4, timestep_level=True, shuffle=True, seed=0, return_indices=True)
     assert {int(serial) for batch in batches for serial in batch["_indices"][:, 0]} == set(range(9)) - {5}
 
@@ -291,15 +286,15 @@ def test_the_same_seed_gives_the_same_batches_however_many_are_drawn_ahead(recor
 
 def test_what_cannot_be_read_is_told_by_its_own_batch_and_takes_no_other_with_it(recorded, monkeypatch):
     buffer = recorded([8] * 6)
-    read, given, refused = BatchReader.read, [], 0
+    read, given, refused = get_inside("read_batch"), [], 0
 
     def read_without_3(self, drawn):
-        anchors = drawn if isinstance(drawn, Anchors) else drawn.anchors
+        anchors = getattr(drawn, "anchors", drawn)
         if 3 in anchors.serial:
             raise CorruptBufferError("3 is damaged")
         return read(self, drawn)
 
-    monkeypatch.setattr(BatchReader, "read", read_without_3)
+    set_inside(monkeypatch, read_batch=read_without_3)
     for _ in range(400):
         try:
             given += buffer.sample(2, **STEPS)["_indices"][:, 0].tolist()
@@ -310,9 +305,8 @@ def test_what_cannot_be_read_is_told_by_its_own_batch_and_takes_no_other_with_it
 
 
 def test_shares_are_exact_over_threads(recorded, monkeypatch):
-    read = BatchReader.read
-    monkeypatch.setattr(samplers, "MOST", 3)
-    monkeypatch.setattr(BatchReader, "read", lambda self, drawn: time.sleep(0.001) or read(self, drawn))
+    read = get_inside("read_batch")
+    set_inside(monkeypatch, samplers_kept=3, read_batch=lambda self, drawn: time.sleep(0.001) or read(self, drawn))
     buffer = ConcatBuffer([recorded([8] * 4), recorded([8] * 4, name="other")], weights=[1, 2])
 
     def draw(_):
@@ -324,7 +318,7 @@ def test_shares_are_exact_over_threads(recorded, monkeypatch):
 
 def test_a_reward_that_is_looked_at_takes_memory_to_be_found_too(recorded, monkeypatch):
     buffer = recorded([8] * 4)
-    monkeypatch.setattr(batch_builder, "MAX_BATCH_BYTES", 4 * 5 * batch_builder.INDEX_BYTES)
+    set_inside(monkeypatch, max_batch_bytes=4 * 5 * get_inside("index_bytes"))
     options = {"reward": "t", "gamma": 0.9, "current_fields": ["t"], "next_fields": [], "terminated": None}
     assert len(buffer.batch(range(4), n_steps=5, **options)["_return"]) == 4
     with pytest.raises(SchemaError, match="field 't': a batch of 4 items takes"):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inside import get_inside
 from strategies import assert_view, choices, few, recorded, recordings
 
 from memmap_buffer import Field, NStep, ReplayBuffer, SchemaError, Window
-from memmap_buffer.views.anchors import Runs
 
 NAMES = ("observation.pixels", "action", "half")
 
@@ -93,7 +93,7 @@ def test_of_an_episode_that_a_time_limit_cut_short_items_reach_as_far_as_a_succe
 
 def test_an_episode_shorter_than_the_span_has_no_anchor_and_never_fewer():
     zeros, no = np.zeros(4, np.int64), np.zeros(4, np.bool_)
-    runs = Runs(zeros, zeros, zeros, np.array([1, 2, 3, 5]))
+    runs = get_inside("runs")(zeros, zeros, zeros, np.array([1, 2, 3, 5]))
     counts = [NStep(3, boundary="drop").anchors(None, runs, has_final, no).count.tolist() for has_final in (no, ~no)]
     assert counts == [[0, 0, 0, 2], [0, 0, 1, 3]]
 
