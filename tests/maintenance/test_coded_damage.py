@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from coded_folder import copy_of, episodes, example, first_row, no_barriers, number_of, open_blobs, open_index
 from damage import flip, header_size, rewrite_record
+from inside import get_inside
 
 from memmap_buffer import ReplayBuffer, repair, verify
-from memmap_buffer.format.blobs import CodedRows
 
 __all__ = ["no_barriers"]  # a fixture
 FRAME, BLOBS, DICTIONARY = "data/frame.npy", "data/frame.blobs.npy", "data/frame.dictionary.npy"
@@ -171,7 +171,7 @@ def test_what_is_salvaged_can_be_read(tmp_path: Path, kind: str) -> None:
     begin = int(index[0, 0])
     field = ReplayBuffer.from_folder(folder, read_only=True).schema.fields["camera.left"]
     index[:, 0] -= np.uint64(begin)
-    assert CodedRows(field, data, None).decode(index).tolist() == episodes(example())[1]["camera.left"]
+    assert get_inside("coded_rows")(field, data, None).decode(index).tolist() == episodes(example())[1]["camera.left"]
 
 
 def test_a_record_that_is_lost_leaves_its_slot_whole(tmp_path: Path) -> None:

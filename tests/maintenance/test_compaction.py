@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside import before_requests, folders_of
+from inside import before_requests, folders_of, get_inside, set_inside, store_at
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -35,12 +35,6 @@ from memmap_buffer import (
     shards_at,
     verify,
 )
-from memmap_buffer.cli.minimal import shards_of
-from memmap_buffer.maintenance import compaction
-from memmap_buffer.maintenance import publish as publishing
-from memmap_buffer.remote import objects as requests
-from memmap_buffer.remote import shards
-from memmap_buffer.remote.objects import Objects
 
 FIELDS: dict[str, Any] = {
     "x": Field("int", final=True),
@@ -58,10 +52,7 @@ class Killed(BaseException):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(requests, "LONGEST_PAUSE", 0.002)
-    monkeypatch.setattr(publishing, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
+    set_inside(monkeypatch, first_pause=0.001, longest_pause=0.002, settle_seconds=0.0, root_look_seconds=-1.0)
 
 
 def record(folder: Path, first: int, count: int = 2, longest: int = 9) -> Path:
@@ -146,9 +137,9 @@ def test_a_joined_shard_has_what_its_parts_had(kind: str, tmp_path: Path, reques
     steps = transitions(where, tmp_path / "cache", options)
     assert len(steps) > sum(len(episode["x"]) - 1 for episode, _ in expected.values())  # some have a final observation
     parts = [f"shard-{number:05}" for number in range(SHARDS)]
-    before = Objects(where, options).listing()
+    before = store_at(where, options).listing()
     planned = compact(where, storage_options=options, dry_run=True)
-    assert Objects(where, options).listing() == before
+    assert store_at(where, options).listing() == before
     assert compact(where, storage_options=options) == planned
     assert list(planned.values()) == [parts]
     assert list(shards_at(where, storage_options=options)) == list(planned)
@@ -207,17 +198,17 @@ def test_shards_are_joined_by_their_numbers(template: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("limit", "value"),
     [
-        ("MAX_FILES", 2 * 13),
-        ("MAX_SLOTS", 4),
-        ("MAX_DERIVED_BYTES", 4 * 9 * FIELDS["boxes"].blob_bytes),
-        ("MAX_FILES", 3 * 13),
+        ("joined_files", 2 * 13),
+        ("joined_slots", 4),
+        ("joined_bytes", 4 * 9 * FIELDS["boxes"].blob_bytes),
+        ("joined_files", 3 * 13),
     ],
 )
 def test_a_joined_shard_is_none_that_cannot_be_made(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     names = [f"shard-{number:05}" for number in range(SHARDS)]
-    monkeypatch.setattr(compaction, limit, value)
+    set_inside(monkeypatch, **{limit: value})
     assert list(compact(url, dry_run=True).values()) == [names[: 3 if value == 39 else 2]]
 
 
@@ -326,10 +317,10 @@ def test_a_reader_that_has_a_part_open_reads_the_versions_that_were_joined(
     extend(changed, 99)
     publish(changed, url)
     publish(record(tmp_path / "shard-00007", 70), url)
-    write, seen = Objects.write, list[list[int]]()
+    write, seen = get_inside("write_object"), list[list[int]]()
     extend(tmp_path / "shard-00007", 79)
 
-    def written(self: Objects, path: str, data: Any) -> None:
+    def written(self: Any, path: str, data: Any) -> None:
         write(self, path, data)
         if path == "shard-00007/shard.json":
             patch.undo()
@@ -337,7 +328,7 @@ def test_a_reader_that_has_a_part_open_reads_the_versions_that_were_joined(
             seen.append(tasks(far))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Objects, "write", written)
+        set_inside(patch, write_object=written)
         with pytest.raises(SchemaMismatchError, match="shard-00007: it was joined with others"):
             publish(tmp_path / "shard-00007", url)
     assert tasks(far) == tasks(ConcatBuffer.from_root(url, cache=tmp_path / "other"))
@@ -375,7 +366,7 @@ def test_what_is_published_before_any_of_its_writes_is_not_lost(
         url, turns, publishers = f"{store}-{turn}", itertools.count(), list[threading.Thread]()
         for folder in folders[:2]:
             publish(folder, url, storage_options=options)
-        made = real_write, real_replace = Objects.write, Objects.replace_tagged
+        made = real_write, real_replace = get_inside("write_object"), get_inside("swap_object")
 
         def meet(turns: Any = turns, turn: int = turn, url: str = url, publishers: Any = publishers) -> None:
             if not publishers and next(turns) == turn:
@@ -384,19 +375,18 @@ def test_what_is_published_before_any_of_its_writes_is_not_lost(
                 publishers[0].start()
                 publishers[0].join(60 if kind == "s3" else 1)  # it may wait for the lock of the list
 
-        def written(self: Objects, *arguments: Any, made: Any = made, meet: Any = meet) -> None:
+        def written(self: Any, *arguments: Any, made: Any = made, meet: Any = meet) -> None:
             meet()
             made[0](self, *arguments)
 
-        def replaced(self: Objects, *arguments: Any, made: Any = made, meet: Any = meet) -> bool:
+        def replaced(self: Any, *arguments: Any, made: Any = made, meet: Any = meet) -> bool:
             meet()
             return bool(made[1](self, *arguments))
 
         with monkeypatch.context() as patch:
-            patch.setattr(Objects, "write", written)
-            patch.setattr(Objects, "replace_tagged", replaced)
+            set_inside(patch, write_object=written, swap_object=replaced)
             (joined,) = compact(url, storage_options=options)
-        assert (real_write, real_replace) == (Objects.write, Objects.replace_tagged)
+        assert (real_write, real_replace) == (get_inside("write_object"), get_inside("swap_object"))
         if not publishers:
             break
         publishers[0].join()
@@ -408,10 +398,10 @@ def test_what_is_published_before_any_of_its_writes_is_not_lost(
 def test_a_version_that_is_published_meanwhile_ends_it_and_stays(
     url: str, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = Objects.write
+    write = get_inside("write_object")
     shutil.copytree(template / "shard-00001", tmp_path / "shard-00001")
 
-    def written(self: Objects, path: str, data: Any) -> None:
+    def written(self: Any, path: str, data: Any) -> None:
         write(self, path, data)
         if path.startswith("joined-") and path.endswith("shard.json"):
             extend(tmp_path / "shard-00001", 99)
@@ -421,7 +411,7 @@ def test_a_version_that_is_published_meanwhile_ends_it_and_stays(
         monkeypatch.context() as patch,
         pytest.raises(SchemaMismatchError, match=r"shard-00001: .* by now, .*try again"),
     ):
-        patch.setattr(Objects, "write", written)
+        set_inside(patch, write_object=written)
         compact(url)
     assert len(episodes(url, tmp_path / "back")) == 2 * SHARDS + 1
     compact(url)
@@ -433,15 +423,15 @@ def test_a_folder_whose_shard_was_joined_is_not_published_again(url: str, templa
     compact(url)
     make_old(tmp_path / "url")
     collect_garbage(url)
-    before = Objects(url).listing()
+    before = store_at(url).listing()
     shutil.copytree(template / "shard-00001", tmp_path / "shard-00001")
     assert publish(tmp_path / "shard-00001", url) == []
-    assert Objects(url).listing() == before
+    assert store_at(url).listing() == before
     with ReplayBuffer.from_folder(tmp_path / "shard-00001") as buffer:
         buffer.delete(0)
     with pytest.raises(SchemaMismatchError, match=r"shard-00001: it was joined with others into joined-.* has changed"):
         publish(tmp_path / "shard-00001", url)
-    assert Objects(url).listing() == before
+    assert store_at(url).listing() == before
 
 
 def test_parts_are_collected_once_they_were_listed_as_joined_for_so_long(url: str, tmp_path: Path) -> None:
@@ -466,15 +456,15 @@ def test_parts_are_collected_once_they_were_listed_as_joined_for_so_long(url: st
 def killed_before_it_was_listed(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A root at which all is old, with a joined shard of which only `root.json` does not tell."""
 
-    write = Objects.write
+    write = get_inside("write_object")
 
-    def written(self: Objects, path: str, data: Any) -> None:
+    def written(self: Any, path: str, data: Any) -> None:
         if path == "root.json":
             raise Killed("before")
         write(self, path, data)
 
     with monkeypatch.context() as patch, pytest.raises(Killed, match="before"):
-        patch.setattr(Objects, "write", written)
+        set_inside(patch, write_object=written)
         compact(url)
     make_old(tmp_path / "url")
     return url
@@ -483,15 +473,15 @@ def killed_before_it_was_listed(url: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_collector_that_planned_before_removes_nothing_of_what_is_joined_meanwhile(
     killed_before_it_was_listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, remove, one_at_a_time = killed_before_it_was_listed, Objects.remove_older, threading.Lock()
+    url, remove, one_at_a_time = killed_before_it_was_listed, get_inside("remove_older_objects"), threading.Lock()
     planned = collect_garbage(url, dry_run=True)
 
-    def late(self: Objects, path: str, seconds: float) -> bool:
+    def late(self: Any, path: str, seconds: float) -> bool:
         with one_at_a_time:
             compact(url)  # before the first of them
         return remove(self, path, seconds)
 
-    monkeypatch.setattr(Objects, "remove_older", late)
+    set_inside(monkeypatch, remove_older_objects=late)
     gone = collect_garbage(url)
     (joined,) = shards_at(url)
     assert f"{joined}/shard.json" in planned
@@ -512,7 +502,7 @@ def test_what_a_collector_is_about_to_remove_while_it_is_written_is_there_in_the
         for path in (*place.glob("*/head.bin"), *place.glob("*/data/*"), place / "shard.json"):
             path.unlink(missing_ok=True)
 
-    monkeypatch.setattr(publishing, "settle", remove)
+    set_inside(monkeypatch, settle=remove)
     compact(url)
     assert next(waits) == 2
     assert len(episodes(url, tmp_path / "back")) == 2 * SHARDS
@@ -528,7 +518,7 @@ def test_a_copy_of_a_root_is_read_whole_and_none_of_before_is_mixed_with_it(url:
     copy = ConcatBuffer.from_root(tmp_path / "back")
     assert {folder.name for folder in copy.folders} == {*shards_at(url)} > {joined}
     assert tasks(copy) == tasks(ConcatBuffer.from_root(url, cache=tmp_path / "cache"))
-    assert [folder.name for folder in shards_of(tmp_path / "back")] == sorted(shards_at(url))
+    assert [folder.name for folder in get_inside("shards_of")(tmp_path / "back")] == sorted(shards_at(url))
     parts = sorted(path.name for path in (tmp_path / "before").iterdir())
     with pytest.raises(
         SchemaMismatchError, match=rf"before/shard-0000\d: its episodes are in {joined} .*new folder, or"

@@ -8,17 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fault_injection import listing
-from inside import disk_sample_of, sampled_rows
+from inside import disk_sample_of, get_inside, opened, sampled_rows, set_inside
 
-from memmap_buffer import Field, ReplayBuffer, measure_disk_speed, pack
-from memmap_buffer.format.folder import in_memory
-from memmap_buffer.format.host import file_system
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.format.syscalls import CAN_FORGET
-from memmap_buffer.maintenance import disk
-from memmap_buffer.writing.commit import MEMORY
+from memmap_buffer import DiskSpeed, Field, ReplayBuffer, measure_disk_speed, pack
 
-pytestmark = pytest.mark.skipif(not CAN_FORGET, reason="this system does not drop pages from its cache when asked")
+pytestmark = pytest.mark.skipif(
+    not get_inside("can_forget"), reason="this system does not drop pages from its cache when asked"
+)
 LENGTHS = (60, 1, 90, 49)
 WIDTH = 8192
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -27,7 +23,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """200 timesteps of two pages and more, written to the disk and dropped from memory."""
-    if file_system(tmp_path) in MEMORY:
+    if get_inside("file_system")(tmp_path) in get_inside("in_memory_systems"):
         pytest.skip(f"{tmp_path} is not on a disk")
     fields = {"image": ("uint8", WIDTH), "x": "float"}
     with ReplayBuffer(tmp_path / "buffer", 5, 100, fields, circular=True) as buffer:
@@ -76,28 +72,28 @@ def test_what_is_not_in_memory_is_measured_and_nothing_in_the_folder_changes(fol
     drop(folder)  # `listing` read it
     found = measure_disk_speed(folder, 0.1, larger=False)
     assert found is not None
-    assert found.cached < disk.IN_MEMORY
+    assert found.cached < get_inside("in_memory_share")
     assert found.rate > 0
     assert listing(folder) == before
 
 
 def test_only_the_sample_is_dropped_and_all_of_it_is_read_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read(folder)
-    monkeypatch.setattr(disk, "SAMPLE", 20)
-    storage = Storage.open(folder, read_only=True)
+    set_inside(monkeypatch, disk_sample=20)
+    storage = opened(folder, read_only=True)
     sample = disk_sample_of(storage)
     assert (sample.size, len(sample.missing())) == (20, 0)
     sample.forget()
     assert len(sample.missing()) == 20
     rows = sampled_rows(sample, "image")
     far = [row for row in range(500) if np.abs(rows - row).min() > 1]  # the others share pages with them
-    assert all(in_memory(storage.maps.rows["image"], zip(far, [row + 1 for row in far], strict=True)))
+    assert all(get_inside("in_memory")(storage.maps.rows["image"], zip(far, [row + 1 for row in far], strict=True)))
     sample.read(np.arange(20))
     assert len(sample.missing()) == 0
 
 
 def test_the_sample_is_of_visible_timesteps(folder: Path) -> None:
-    storage = Storage.open(folder, read_only=True)
+    storage = opened(folder, read_only=True)
     sample = disk_sample_of(storage)
     assert sample.size == sum(LENGTHS)
     steps = storage.maps.rows["x"][sampled_rows(sample, "x")]
@@ -105,7 +101,7 @@ def test_the_sample_is_of_visible_timesteps(folder: Path) -> None:
 
 
 def test_of_a_compressed_field_the_blobs_are_dropped_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if file_system(tmp_path) in MEMORY:
+    if get_inside("file_system")(tmp_path) in get_inside("in_memory_systems"):
         pytest.skip(f"{tmp_path} is not on a disk")
     image = np.random.default_rng(0).integers(0, 256, (60, 2 * PAGE), np.uint8)
     image[:, PAGE:] = 0  # so that a blob is of a page and some bytes
@@ -113,8 +109,8 @@ def test_of_a_compressed_field_the_blobs_are_dropped_and_read(tmp_path: Path, mo
         buffer.store_episode(image=image)
     drop(tmp_path / "buffer")
     read(tmp_path / "buffer")
-    monkeypatch.setattr(disk, "SAMPLE", 10)
-    sample = disk_sample_of(Storage.open(tmp_path / "buffer", read_only=True))
+    set_inside(monkeypatch, disk_sample=10)
+    sample = disk_sample_of(opened(tmp_path / "buffer", read_only=True))
     assert (sample.size, len(sample.missing())) == (10, 0)
     assert PAGE < sample.timestep_bytes < PAGE + 100
     sample.forget()
@@ -128,7 +124,7 @@ def test_what_others_have_mapped_is_not_dropped(folder: Path) -> None:
     mapped = [np.load(path, mmap_mode="r") for path in folder.glob("data/*")]
     assert all(array.sum() > 0 for array in mapped)
     found = measure_disk_speed(folder, 0.1, larger=True)
-    assert found == disk.DiskSpeed(cached=1, batch=0, rate=0, timestep_bytes=WIDTH + 4)
+    assert found == DiskSpeed(cached=1, batch=0, rate=0, timestep_bytes=WIDTH + 4)
 
 
 def test_where_there_is_no_disk_or_nothing_to_read_nothing_is_measured(
@@ -136,5 +132,5 @@ def test_where_there_is_no_disk_or_nothing_to_read_nothing_is_measured(
 ) -> None:
     ReplayBuffer(tmp_path / "empty", 3, 4, {"x": "float"}).close()
     assert measure_disk_speed(tmp_path / "empty", 0.1, larger=True) is None
-    monkeypatch.setattr(disk, "file_system", lambda path: "tmpfs")
+    set_inside(monkeypatch, disk_file_system=lambda path: "tmpfs")
     assert measure_disk_speed(folder, 0.1, larger=True) is None

@@ -17,6 +17,7 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from inside import get_inside, set_inside, store_at
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -29,13 +30,6 @@ from memmap_buffer import (
     pull,
     verify,
 )
-from memmap_buffer.maintenance import garbage
-from memmap_buffer.maintenance import publish as publishing
-from memmap_buffer.remote import objects as requests
-from memmap_buffer.remote import shards
-from memmap_buffer.remote.layout import head_object
-from memmap_buffer.remote.objects import Objects
-from memmap_buffer.remote.published import read_root, read_shard
 
 DAY = 86400.0
 SUPERSEDED = f"entries/{1:020}"
@@ -87,10 +81,7 @@ fsspec.register_implementation("folder", Folder, clobber=True)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(requests, "LONGEST_PAUSE", 0.002)
-    monkeypatch.setattr(publishing, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
+    set_inside(monkeypatch, first_pause=0.001, longest_pause=0.002, settle_seconds=0.0, root_look_seconds=-1.0)
 
 
 def record(folder: Path, number: int) -> Path:
@@ -107,16 +98,16 @@ def extend(folder: Path, number: int) -> Path:
 
 def make(place: Path, url: str, options: dict[str, Any] | None = None) -> dict[str, int]:
     """A root with garbage of each kind; what of it is garbage. `place/first` is the oldest version of `one`."""
-    store, versions = Objects(url, options), []
+    store, versions = store_at(url, options), []
     publish(record(place / "two", 5), url, storage_options=options)
     record(place / "one", 3)
     shutil.copytree(place / "one", place / "first" / "one")
     for number in range(3):
         publish(extend(place / "one", number) if number else place / "one", url, storage_options=options)
-        versions.append(read_root(store).shards["one"])
+        versions.append(get_inside("root_of")(store).shards["one"])
     if store.names("entries"):
         store.write(f"{SUPERSEDED}.{versions[0].version}.one.json", versions[0].to_json())
-    kept = {shard.prefix(name) for name, shard in read_root(store).shards.items()}
+    kept = {shard.prefix(name) for name, shard in get_inside("root_of")(store).shards.items()}
     for path in (f"two/{'a' * 32}/data/x.npy", f"two/{'a' * 32}/data/y.npy.17.new", "root.json.5.new"):
         store.write(path, b"half")
     for path in ("notes.txt", "heads/notes.txt", f"one/{'b' * 32}/notes.txt", "entries/notes.txt", "one/notes.new"):
@@ -124,7 +115,7 @@ def make(place: Path, url: str, options: dict[str, Any] | None = None) -> dict[s
     # A run of another program, of which nothing says that it is ours; and one that has more than a version has.
     for path in (f"three/{'a' * 32}/data/train.csv", f"two/{'b' * 32}/data/x.npy", f"two/{'b' * 32}/notes.txt"):
         store.write(path, b"of another")
-    heads = {head_object(key) for key in read_root(store).heads}
+    heads = {get_inside("head_object")(key) for key in get_inside("root_of")(store).heads}
     waste: dict[str, int] = {}
     for path, stored in store.listing().items():
         version = "/".join(path.split("/")[:2])
@@ -168,12 +159,12 @@ def test_what_no_list_names_is_removed_and_nothing_else(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, options = request.getfixturevalue("bucket") if kind == "s3" else (f"{kind}://{tmp_path}/url", {})
-    waste, store = make(tmp_path, url, options), Objects(url, options)
+    waste, store = make(tmp_path, url, options), store_at(url, options)
     assert len(waste) >= 8 + 3 * (kind in ("memory", "folder"))
     before, everything = contents(url, tmp_path / "back", options), store.listing()
     assert collect_garbage(url, storage_options=options) == {}
     later = time.time() + 8 * DAY
-    monkeypatch.setattr(requests.time, "time", lambda: later)
+    set_inside(monkeypatch, store_clock=lambda: later)
     assert collect_garbage(url, storage_options=options, dry_run=True) == waste
     assert store.listing() == everything
     assert collect_garbage(url, storage_options=options) == waste
@@ -183,7 +174,7 @@ def test_what_no_list_names_is_removed_and_nothing_else(
     assert contents(url, tmp_path / "again", options) == before
     if kind == "file":
         left = {path.name for path in (tmp_path / "url" / "one").iterdir() if path.is_dir()}
-        assert left == {read_root(store).shards["one"].version, "b" * 32}
+        assert left == {get_inside("root_of")(store).shards["one"].version, "b" * 32}
 
 
 PARTIAL = f"two/{'a' * 32}"
@@ -256,7 +247,7 @@ def test_a_version_that_is_published_again_while_it_is_collected_is_whole(
     place, _ = template
     publish(place / "first" / "one", f"file://{tmp_path}/expected")
     expected = contents(f"file://{tmp_path}/expected", tmp_path / "back")
-    monkeypatch.setattr(garbage, "TOGETHER", 1)
+    set_inside(monkeypatch, removed_together=1)
     for meeting in itertools.count():
         shutil.rmtree(tmp_path / "url", ignore_errors=True)
         shutil.copytree(place / "url", tmp_path / "url")
@@ -281,7 +272,7 @@ def test_a_version_that_is_published_again_while_it_is_collected_is_whole(
                 ended.set()
 
         with monkeypatch.context() as patch:
-            patch.setattr(publishing, "settle", lambda both=(settled, ended): both[0].set() or both[1].wait(60))
+            set_inside(patch, settle=lambda both=(settled, ended): both[0].set() or both[1].wait(60))
             patch.setattr(Folder, "before", staticmethod(meet))
             collect_garbage(f"folder://{tmp_path}/url")
             ended.set()
@@ -299,32 +290,32 @@ def test_a_reader_whose_head_object_is_gone_reads_the_list_once_more(
     url, lists = f"file://{tmp_path}/url", []
     publish(record(tmp_path / "one", 3), url)
 
-    def read(objects: Objects) -> Any:
-        root = read_root(objects)
+    def read(objects: Any) -> Any:
+        root = get_inside("root_of")(objects)
         lists.append(len(root.shards))
         if len(lists) == 1:  # what it names is replaced, and collected, before it is read
             publish(record(tmp_path / "two", 4), url)
             make_old(tmp_path / "url")
-            assert [*collect_garbage(url)] == [head_object(next(iter(root.heads)))]
+            assert [*collect_garbage(url)] == [get_inside("head_object")(next(iter(root.heads)))]
         return root
 
-    monkeypatch.setattr(shards, "read_root", read)
+    set_inside(monkeypatch, read_root=read)
     far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
     assert sorted(far.batch(timestep_level=True)["x"].tolist()) == [0, 0, 1, 1, 2, 2, 3]
     assert lists[:2] == [1, 2]
 
 
 def test_heads_that_are_gone_are_read_one_by_one_by_readers_and_publishers(tmp_path: Path) -> None:
-    url, store = f"file://{tmp_path}/url", Objects(f"file://{tmp_path}/url")
+    url, store = f"file://{tmp_path}/url", store_at(f"file://{tmp_path}/url")
     for number, name in enumerate(("one", "two", "three", "four")):
         publish(record(tmp_path / name, 3), url)
         if number == 1:
-            store.remove(head_object(read_root(store).shards["two"].head[0]))
+            store.remove(get_inside("head_object")(get_inside("root_of")(store).shards["two"].head[0]))
             assert len(ConcatBuffer.from_root(url, cache=tmp_path / "cache")) == 2
-    root = read_root(store)
+    root = get_inside("root_of")(store)
     (head,) = root.heads  # put together of all
-    assert store.size(head_object(head)) == root.heads[head]
-    store.remove(head_object(head))
+    assert store.size(get_inside("head_object")(head)) == root.heads[head]
+    store.remove(get_inside("head_object")(head))
     store.remove(f"{root.shards['one'].prefix('one')}head.bin")
     with pytest.raises(RemoteError, match=r"head\.bin: .*there is none"):
         ConcatBuffer.from_root(url, cache=tmp_path / "other")
@@ -339,25 +330,25 @@ def test_a_publisher_sends_again_what_was_left_there_half_a_day_ago_and_waits(
     (tmp_path / "url" / "one" / "shard.json").unlink()
     make_old(tmp_path / "url", hours / 24)
     old = next((tmp_path / "url").glob("one/*/data/x.npy"))
-    monkeypatch.setattr(publishing, "settle", lambda: waits.append(old.stat().st_mtime))
+    set_inside(monkeypatch, settle=lambda: waits.append(old.stat().st_mtime))
     publish(tmp_path / "one", url)
     assert len(waits) == is_sent
     assert (time.time() - old.stat().st_mtime < 3600) == is_sent
-    assert read_shard(Objects(url), "one/shard.json") is not None
+    assert get_inside("shard_of")(store_at(url), "one/shard.json") is not None
 
 
 def test_what_is_removed_before_a_shard_is_listed_is_sent_again_then_and_by_the_next_publisher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, write = f"file://{tmp_path}/url", Objects.write
+    url, write = f"file://{tmp_path}/url", get_inside("write_object")
 
-    def remove_one(self: Objects, path: str, data: Any) -> None:
+    def remove_one(self: Any, path: str, data: Any) -> None:
         write(self, path, data)
         if path == "root.json":
             next((tmp_path / "url").glob("one/*/data/x.npy")).unlink()
 
     with monkeypatch.context() as patch:
-        patch.setattr(Objects, "write", remove_one)
+        set_inside(patch, write_object=remove_one)
         publish(record(tmp_path / "one", 3), url)
     expected = contents(url, tmp_path / "back")
     next((tmp_path / "url").glob("one/*/blocks.npy")).unlink()
@@ -369,11 +360,11 @@ def test_what_is_removed_before_a_shard_is_listed_is_sent_again_then_and_by_the_
 def test_a_publisher_that_sleeps_for_days_while_it_sends_lists_nothing_that_was_collected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    url, write, gone = f"file://{tmp_path}/url", Objects.write, []
+    url, write, gone = f"file://{tmp_path}/url", get_inside("write_object"), []
     publish(record(tmp_path / "one", 3), url)
     publish(record(tmp_path / "two", 5), url)
 
-    def sleep(self: Objects, path: str, data: Any) -> None:
+    def sleep(self: Any, path: str, data: Any) -> None:
         write(self, path, data)
         if path.startswith("two/") and path.endswith(file) and not gone:
             make_old(tmp_path / "url", 2)
@@ -381,7 +372,7 @@ def test_a_publisher_that_sleeps_for_days_while_it_sends_lists_nothing_that_was_
         if path == "root.json":
             raise Killed("before it looks once more")
 
-    monkeypatch.setattr(Objects, "write", sleep)
+    set_inside(monkeypatch, write_object=sleep)
     with pytest.raises(Killed, match="looks once more"):
         publish(extend(tmp_path / "two", 7), url)
     assert gone

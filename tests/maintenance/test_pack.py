@@ -19,7 +19,7 @@ import pytest
 from damage import another_buffer, flip, header_size, rewrite_record, rewrite_state, rows_of
 from fault_injection import flags_of, listing, shown
 from hypothesis import given
-from inside import after_each_packed_episode
+from inside import after_each_packed_episode, get_inside, set_inside
 from profiles import examples
 from specification import CUT, OPEN
 from strategies import MEMORY, assert_view, choices, flat, items_of, joined, recorded, recordings
@@ -41,8 +41,6 @@ from memmap_buffer import (
     unpack,
     verify,
 )
-from memmap_buffer.maintenance import pack as module
-from memmap_buffer.maintenance import recoding
 
 CUT_OR_OPEN = CUT | OPEN
 
@@ -187,7 +185,7 @@ def test_a_field_of_any_size_takes_little_memory(tmp_path: Path) -> None:
     unpack(tmp_path / "packed", tmp_path / "unpacked")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 2 * recoding.CHUNK
+    assert peak < 2 * get_inside("recoded_bytes")
     assert (np.load(tmp_path / "packed" / "data" / "x.npy", mmap_mode="r")[:, -1] == np.arange(3).repeat(40)).all()
 
 
@@ -409,7 +407,7 @@ def test_an_episode_that_is_updated_meanwhile_is_copied_as_it_is_then(
 def test_an_episode_that_never_stands_still_is_not_waited_for_for_ever(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ROUNDS", 4)
+    set_inside(monkeypatch, pack_rounds=4)
     with ReplayBuffer.from_folder(folder) as buffer:
 
         def update(n: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from fault_injection import system
 from fsspec.implementations.local import LocalFileSystem
-from inside import root_with_shards
+from inside import get_inside, root_with_shards, set_inside
 from range_server import RangeServer
 
 from memmap_buffer import (
@@ -40,9 +40,6 @@ from memmap_buffer import (
     verify,
 )
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.maintenance import publish as publishing
-from memmap_buffer.remote import layout
-from memmap_buffer.remote import objects as requests
 from memmap_buffer.remote.layout import Root, Shard, digest, head_object, make_head, open_head, version_of
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.remote.published import Published, read_root, read_shard
@@ -68,8 +65,7 @@ class Killed(BaseException):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(requests, "LONGEST_PAUSE", 0.002)
+    set_inside(monkeypatch, first_pause=0.001, longest_pause=0.002)
 
 
 @pytest.fixture(params=STORES)
@@ -135,7 +131,7 @@ def under(name: str, files: dict[str, bytes]) -> dict[str, bytes]:
 def count_writes(monkeypatch: pytest.MonkeyPatch, fatal: int = -1) -> list[str]:
     """The paths that are written from now on; the write of this number, and each later one, is not done any more."""
     written: list[str] = []
-    write, swap = Objects.write, Objects.replace_tagged
+    write, swap = get_inside("write_object"), get_inside("swap_object")
 
     def counted(function: Any) -> Any:
         def call(self: Objects, path: str, *rest: Any) -> Any:
@@ -146,8 +142,7 @@ def count_writes(monkeypatch: pytest.MonkeyPatch, fatal: int = -1) -> list[str]:
 
         return call
 
-    monkeypatch.setattr(Objects, "write", counted(write))
-    monkeypatch.setattr(Objects, "replace_tagged", counted(swap))
+    set_inside(monkeypatch, write_object=counted(write), swap_object=counted(swap))
     return written
 
 
@@ -274,7 +269,7 @@ def test_shards_of_other_fields_are_named_by_their_urls(
         buffer.store_episode(x=[1.0])
     publish(tmp_path / "other", url := f"{place['url']}-2")
     with monkeypatch.context() as patch:
-        patch.setattr(publishing, "require_fields", lambda *_: None)  # neither has seen the other
+        set_inside(patch, require_fields=lambda *_: None)  # neither has seen the other
         publish(tmp_path / "other", **place)
     with pytest.raises(SchemaMismatchError, match="have different fields") as told:
         ConcatBuffer.from_root(place["url"], cache=tmp_path / "cache")
@@ -487,7 +482,7 @@ def test_what_a_dead_publisher_sent_in_part_is_sent_again(place: dict[str, Any],
 def test_an_entry_that_a_dead_publisher_left_is_listed_by_the_next(
     place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = Objects.write
+    write = get_inside("write_object")
 
     def killed(objects: Objects, path: str, data: Any) -> None:
         if path.startswith("heads/"):  # after the entry
@@ -495,7 +490,7 @@ def test_an_entry_that_a_dead_publisher_left_is_listed_by_the_next(
         write(objects, path, data)
 
     with monkeypatch.context() as patch, pytest.raises(Killed, match="before"):
-        patch.setattr(Objects, "write", killed)
+        set_inside(patch, write_object=killed)
         publish(record(tmp_path / "one"), **place)
     with pytest.raises(NotABufferError, match="nothing was published here"):
         shards_at(**place)
@@ -512,13 +507,13 @@ def test_an_entry_that_a_newer_one_replaced_while_it_was_read_is_left_out(
 ) -> None:
     publish(record(tmp_path / "one"), **place)
     stale = f"{time.time_ns():020}.{'0' * 32}.one.json"
-    names, listed = Objects.names, [True, True]  # by the store, the second time to be read
+    names, listed = get_inside("list_objects"), [True, True]  # by the store, the second time to be read
 
     def late(self: Objects, path: str) -> list[str]:
         return sorted([*names(self, path), *([stale] if listed and listed.pop() else [])])
 
     publish(record(tmp_path / "two"), **place)
-    monkeypatch.setattr(Objects, "names", late)
+    set_inside(monkeypatch, list_objects=late)
     publish(extend(tmp_path / "two"), **place)
     assert not listed
     shards = shards_at(**place)
@@ -531,7 +526,7 @@ def test_what_is_published_again_is_listed_though_the_clock_was_put_back(
 ) -> None:
     publish(record(tmp_path / "one"), **place)
     now = time.time_ns()
-    monkeypatch.setattr(publishing.time, "time_ns", lambda: now - 10**12)
+    set_inside(monkeypatch, publish_clock=lambda: now - 10**12)
     with ReplayBuffer.from_folder(tmp_path / "one") as buffer:
         buffer.delete(0)
     publish(tmp_path / "one", **place)
@@ -540,14 +535,14 @@ def test_what_is_published_again_is_listed_though_the_clock_was_put_back(
 
 
 def test_a_folder_that_changes_while_it_is_sent_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, write = pack(record(tmp_path / "grid"), tmp_path / "one") or tmp_path / "one", Objects.write
+    one, write = pack(record(tmp_path / "grid"), tmp_path / "one") or tmp_path / "one", get_inside("write_object")
 
     def meddle(self: Objects, path: str, data: Any) -> None:
         write(self, path, data)
         if isinstance(data, Path):
             data.write_bytes(data.read_bytes()[:-1] + b"?")
 
-    monkeypatch.setattr(Objects, "write", meddle)
+    set_inside(monkeypatch, write_object=meddle)
     with pytest.raises(CorruptBufferError, match="its files changed while they were sent; publish it again"):
         publish(one, f"file://{tmp_path}/url")
     assert not read_root(Objects(f"file://{tmp_path}/url")).shards
@@ -593,7 +588,7 @@ def test_a_head_that_is_not_what_its_schema_says_is_refused_by_every_door(tmp_pa
 def test_the_heads_of_many_shards_are_a_few_objects_that_are_written_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "MERGED", 32)
+    set_inside(monkeypatch, merged_heads=32)
     store, root, heads = Objects(f"memory://{tmp_path}"), Root(), dict[str, bytes]()
     written = count_writes(monkeypatch)
     sent = 0
@@ -611,7 +606,7 @@ def test_the_heads_of_many_shards_are_a_few_objects_that_are_written_a_few_times
     assert len(root.heads) < 2 * 250 / 32 + 6
     assert len(written) == 300
     assert sent < 7 * sum(map(len, heads.values()))
-    monkeypatch.setattr(publishing, "MERGED_BYTES", 1)
+    set_inside(monkeypatch, merged_bytes=1)
     assert len(root_with_shards(store, root, {"big": (shard_of(b"head"), b"head")}).heads) == len(root.heads) + 1
 
 
@@ -619,7 +614,7 @@ def test_the_heads_of_many_shards_are_a_few_objects_that_are_written_a_few_times
 
 
 def fatal_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    stream, left = Objects.stream, [count]
+    stream, left = get_inside("stream_object"), [count]
 
     def broken(self: Objects, *arguments: Any) -> Iterator[tuple[int, bytes]]:
         for found in stream(self, *arguments):
@@ -628,7 +623,7 @@ def fatal_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
             left[0] -= 1
             yield found
 
-    monkeypatch.setattr(Objects, "stream", broken)
+    set_inside(monkeypatch, stream_object=broken)
 
 
 @local
@@ -781,7 +776,7 @@ def test_a_spoilt_list_is_an_error_that_says_where(
 def test_a_list_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(record(tmp_path / "one"), f"file://{tmp_path}/url")
     listed = (tmp_path / "url" / "root.json").read_bytes()
-    monkeypatch.setattr(layout, "MAX_ROOT_BYTES", len(listed))
+    set_inside(monkeypatch, max_root_bytes=len(listed))
     with pytest.raises(
         SchemaError, match=r"a list of 2 shards has \d+ bytes, expected at most .*; publish to another root"
     ):

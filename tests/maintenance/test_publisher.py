@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from fault_injection import in_child
 from fsspec.implementations.local import LocalFileSystem
-from inside import folders_of, let_go, publish_now, turn_of
+from inside import folders_of, get_inside, let_go, lock_folder, place_of, publish_now, set_inside, turn_of
 from range_server import RangeServer
 
 from memmap_buffer import (
@@ -41,17 +41,10 @@ from memmap_buffer import (
     shards_at,
     verify,
 )
-from memmap_buffer.api import concat
-from memmap_buffer.format import creation
-from memmap_buffer.format.folder import Folder
-from memmap_buffer.maintenance import publisher
-from memmap_buffer.maintenance.publisher import PUBLISHED, Publisher, shards_in
-from memmap_buffer.remote import objects, shards
-from memmap_buffer.remote.objects import Objects
-from memmap_buffer.writing import writer as writer_module
-from memmap_buffer.writing.writer import Writer
 
 pytest.importorskip("fsspec")
+
+PUBLISHED = "published"  # the folder of shards that are in the store
 SIZES: dict[str, Any] = {"max_episodes": 20, "max_timesteps": 8}
 FIELDS = {"number": "int", "x": Field("float32", 2, final=True), "terminated": ("bool", (), False)}
 
@@ -87,11 +80,11 @@ def sizes(place: Path) -> list[int]:
 
 
 def left(place: Path) -> list[Path]:
-    return shards_in(place / "root")
+    return get_inside("shards_in")(place / "root")
 
 
 def kept(place: Path) -> list[Path]:
-    return shards_in(place / "root" / PUBLISHED)
+    return get_inside("shards_in")(place / "root" / PUBLISHED)
 
 
 def names(place: Path) -> list[str]:
@@ -120,13 +113,13 @@ class Offline:
         self._patch, self.asked = monkeypatch, 0
 
     def __enter__(self) -> Offline:
-        def failing(objects: Objects, path: str, *_: Any) -> None:
+        def failing(objects: Any, path: str, *_: Any) -> None:
             self.asked += 1
             url = objects.name_of(path)
             raise RemoteError(f"{url}: gone", url=url, asked="write", came="gone", tries=1, missing=False)
 
         self._context = self._patch.context()
-        self._context.__enter__().setattr(Objects, "write", failing)
+        set_inside(self._context.__enter__(), write_object=failing)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -149,10 +142,10 @@ def test_every_n_episodes_are_a_shard_and_the_rest_is_published_at_the_end(tmp_p
 def test_shards_of_a_recorder_are_published_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with idle_recorder(tmp_path, publish_every=2) as buffer:
         with monkeypatch.context() as patch:
-            patch.setattr(Publisher, "begin", lambda _: None)
+            set_inside(patch, begin_publishing=lambda _: None)
             record(buffer, range(5))
             buffer.flush()
-        before, lock = left(tmp_path), Folder(left(tmp_path)[0]).lock()
+        before, lock = left(tmp_path), lock_folder(left(tmp_path)[0])
         publish_now(buffer)
         wait_for_publishing()
         assert left(tmp_path) == before  # as the first of three is in use
@@ -186,7 +179,7 @@ def test_a_shard_is_published_beside_the_recording(tmp_path: Path, monkeypatch: 
         assert go_on.wait(60)
         return publish(*given, **options)
 
-    monkeypatch.setattr(publisher, "publish", slow)
+    set_inside(monkeypatch, publish=slow)
     with recorder(tmp_path, publish_every=2) as buffer:
         record(buffer, range(2))
         assert begun.wait(60)
@@ -332,7 +325,7 @@ def test_the_errors_of_an_episode_are_given_to_it_though_its_publication_failed_
         episode.store(number=0, x=columns(0)["x"][0])
         episode.final(x=columns(0)["x"][1])
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-            patch.setattr(writer_module, "commit", raising(OSError(28, "No space left on device")))
+            set_inside(patch, commit=raising(OSError(28, "No space left on device")))
             episode.publish()
         assert episode.serial == -1
         record(buffer, range(1, 3))
@@ -405,7 +398,7 @@ def test_an_error_while_a_shard_is_finished_strands_no_open_episode(
             handle.store(number=4, x=rows["x"][t])
         handle.final(x=rows["x"][5])
         with monkeypatch.context() as patch:
-            patch.setattr(Writer, "commit_pending", raising(OSError(28, "No space left on device")))
+            set_inside(patch, commit_pending=raising(OSError(28, "No space left on device")))
             record(buffer, range(2))
         assert "no shard can be begun after it yet" in caplog.text
         record(buffer, range(2, 4))
@@ -414,15 +407,14 @@ def test_an_error_while_a_shard_is_finished_strands_no_open_episode(
     assert names(tmp_path) == [PUBLISHED]
 
 
-@pytest.mark.parametrize("name", ["create", "Writer"])
+@pytest.mark.parametrize("name", ["create_buffer", "take_over"])
 def test_a_shard_that_could_not_be_begun_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     buffer = idle_recorder(tmp_path, publish_every=2)
     begun = names(tmp_path)
-    owner = creation if name == "create" else Writer
     with monkeypatch.context() as patch:
-        patch.setattr(owner, "create" if name == "create" else "_take_over", raising(OSError(28, "No space left")))
+        set_inside(patch, **{name: raising(OSError(28, "No space left"))})
         record(buffer, range(5))  # there is room
         assert names(tmp_path) == begun
         with pytest.raises(OSError, match="No space left"):
@@ -442,11 +434,11 @@ def test_a_shard_that_could_not_be_begun_leaves_no_folder_though_a_thread_takes_
     def beside(path: Any, *args: Any, **kwargs: Any) -> None:
         if not taken:  # of the folder: the files are gone
             (entry,) = (tmp_path / "root").iterdir()
-            taken.append(Folder(entry).lock())
+            taken.append(lock_folder(entry))
         rmdir(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "rmdir", beside)
-    monkeypatch.setattr(Writer, "begin", raising(OSError(28, "No space left")))
+    set_inside(monkeypatch, begin_writing=raising(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space left"):
         recorder(tmp_path)
     taken[0].release()
@@ -480,7 +472,7 @@ def test_a_learner_looks_by_one_request_and_sees_new_shards_by_one_more_for_each
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
+    set_inside(monkeypatch, root_look_seconds=-1.0)
     with recorder(tmp_path, publish_every=2) as buffer, RangeServer(tmp_path / "url") as server:
         record(buffer, range(2))
         wait_for_publishing()
@@ -506,7 +498,7 @@ def test_shards_with_numbers_and_without_keep_their_numbers_in_one_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was published by hand, as shard-00001, and then those of recorders; a worker has the same numbers."""
-    monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
+    set_inside(monkeypatch, root_look_seconds=-1.0)
     url = f"file://{tmp_path}/url"
     with ReplayBuffer(tmp_path / "shard-00001", **SIZES, fields=FIELDS) as alone:
         record(alone, range(2))
@@ -561,7 +553,7 @@ def test_what_was_published_is_not_there_and_the_error_says_where_it_is(tmp_path
 def test_a_root_is_looked_at_again_where_a_shard_was_moved_before_it_was_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed, real = list[list[Path]](), concat.folders_in
+    listed, real = list[list[Path]](), get_inside("folders_in")
     with recorder(tmp_path, publish_every=2) as buffer:
         record(buffer, range(1))
 
@@ -572,7 +564,7 @@ def test_a_root_is_looked_at_again_where_a_shard_was_moved_before_it_was_opened(
                 wait_for_publishing()
             return listed[-1]
 
-        monkeypatch.setattr(concat, "folders_in", late)
+        set_inside(monkeypatch, folders_in=late)
         data = ConcatBuffer.from_root(tmp_path / "root")
         assert [int(data.episode(i)["number"][0]) for i in range(len(data))] == [2]
         assert listed[0] != listed[1] == listed[2]
@@ -653,15 +645,14 @@ def test_a_recorder_whose_credentials_are_refused_says_so_once_and_then_how_many
 def record_unpublished(buffer: ReplayBuffer, monkeypatch: pytest.MonkeyPatch, numbers: range) -> None:
     """Record shards that `close` has to publish."""
     with monkeypatch.context() as patch:
-        patch.setattr(Publisher, "begin", lambda _: None)
+        set_inside(patch, begin_publishing=lambda _: None)
         record(buffer, numbers)
 
 
 def test_a_store_that_cannot_be_reached_is_tried_by_one_shard_and_asked_once_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(objects, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(objects, "LONGEST_PAUSE", 0.001)
+    set_inside(monkeypatch, first_pause=0.001, longest_pause=0.001)
     caplog.set_level(logging.INFO, "memmap_buffer")
     buffer = idle_recorder(tmp_path, publish_every=1)
     record_unpublished(buffer, monkeypatch, range(5))
@@ -674,7 +665,7 @@ def test_a_store_that_cannot_be_reached_is_tried_by_one_shard_and_asked_once_by_
     with monkeypatch.context() as patch:
         for name in ("cat_file", "info", "ls", "put_file", "pipe_file"):
             patch.setattr(LocalFileSystem, name, gone)
-        for tries in (objects.TRIES + 1, 1):
+        for tries in (get_inside("tries") + 1, 1):
             caplog.clear()
             with pytest.raises(RemoteError, match=r"5 shards are not published to .*no way there"):
                 buffer.close()
@@ -694,15 +685,15 @@ def test_a_shard_that_fails_alone_keeps_no_other_from_being_published(
 ) -> None:
     buffer = idle_recorder(tmp_path, publish_every=1)
     record_unpublished(buffer, monkeypatch, range(4))
-    spoilt, write = left(tmp_path)[0].name, Objects.write
+    spoilt, write = left(tmp_path)[0].name, get_inside("write_object")
 
-    def writing(store: Objects, path: str, data: Any) -> None:
+    def writing(store: Any, path: str, data: Any) -> None:
         if path.startswith(spoilt):
             raise RemoteError("spoilt", url=path, asked="write", came="", tries=6, missing=False)
         write(store, path, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Objects, "write", writing)
+        set_inside(patch, write_object=writing)
         with pytest.raises(RemoteError, match=f"1 shards are not published to .*: {spoilt};"):
             buffer.close()
     assert published(tmp_path) == [1, 2, 3]
@@ -715,7 +706,7 @@ def test_an_error_of_another_kind_stops_no_rollout_either(tmp_path: Path, monkey
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(publisher, "publish", full)
+        set_inside(patch, publish=full)
         buffer = recorder(tmp_path, publish_every=1)
         record(buffer, range(3))
         with pytest.raises(MemmapBufferError, match=r"3 shards are not published .* No space left"):
@@ -731,17 +722,17 @@ def test_shards_whose_last_writes_fail_are_published_as_they_are_by_one_close(
     """Several that wait for it, as nothing was published meanwhile."""
     buffer = idle_recorder(tmp_path, publish_every=2)
     with monkeypatch.context() as patch:
-        patch.setattr(Publisher, "begin", lambda _: None)
+        set_inside(patch, begin_publishing=lambda _: None)
         record(buffer, range(7))
-    flush, failed = Writer.flush, []
+    flush, failed = get_inside("flush"), []
 
-    def full(writer: Writer) -> None:
+    def full(writer: Any) -> None:
         if writer.storage.path != buffer.folder:
             failed.append(writer)
             raise OSError(28, "No space left on device")
         flush(writer)
 
-    monkeypatch.setattr(Writer, "flush", full)
+    set_inside(monkeypatch, flush=full)
     buffer.close()
     assert len(failed) == 3
     assert sorted(published(tmp_path)) == list(range(7))
@@ -754,14 +745,14 @@ def test_close_waits_for_another_recorder_that_is_publishing_a_shard_of_this_one
     buffer = idle_recorder(tmp_path)
     record(buffer, range(2))
     let_go(buffer)
-    lock = Folder(buffer.folder).lock()
+    lock = lock_folder(buffer.folder)
     waited = []
 
     def end_of_the_other(seconds: float) -> None:
         waited.append(left(tmp_path))
         lock.release()
 
-    monkeypatch.setattr(publisher.time, "sleep", end_of_the_other)
+    set_inside(monkeypatch, publisher_sleep=end_of_the_other)
     buffer.close()
     monkeypatch.undo()
     assert waited == [[buffer.folder]] and left(tmp_path) == []
@@ -771,11 +762,11 @@ def test_close_waits_for_another_recorder_that_is_publishing_a_shard_of_this_one
 def test_close_says_which_shard_of_this_recorder_another_one_holds_for_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "WAIT_SECONDS", 0.0)
+    set_inside(monkeypatch, publisher_wait_seconds=0.0)
     buffer = idle_recorder(tmp_path)
     record(buffer, range(2))
     let_go(buffer)
-    lock = Folder(buffer.folder).lock()
+    lock = lock_folder(buffer.folder)
     with pytest.raises(BufferLockedError, match=f"1 shards are not published.*{buffer.folder.name}.*another writer"):
         buffer.close()
     lock.release()
@@ -851,8 +842,8 @@ def test_a_damaged_episode_is_left_out_and_the_log_names_it(tmp_path: Path, capl
 
 
 EVENTS: list[tuple[Any, str]] = [
-    (Objects, "write"),
-    (Folder, "create_array"),
+    place_of("write_object"),
+    place_of("create_array"),
     (Path, "rename"),
     (Path, "unlink"),
     (shutil, "rmtree"),
@@ -900,20 +891,14 @@ def test_a_recorder_that_dies_at_any_event_has_lost_no_episode_and_doubles_none(
     assert fatal > 30
 
 
-MAKING: list[tuple[Any, str, int]] = [
-    (creation, "create", 0),
-    (creation, "create", 1),
-    (Folder, "create_array", 0),
-    (Folder, "create_array", 3),
-    (Folder, "rename", 0),
-]
+MAKING = [("create_buffer", 0), ("create_buffer", 1), ("create_array", 0), ("create_array", 3), ("rename_file", 0)]
 
 
-@pytest.mark.parametrize(("owner", "name", "calls"), MAKING, ids=str)
+@pytest.mark.parametrize(("name", "calls"), MAKING)
 def test_the_folder_of_a_recorder_that_was_killed_while_it_made_a_shard_is_removed_by_the_next(
-    tmp_path: Path, owner: Any, name: str, calls: int
+    tmp_path: Path, name: str, calls: int
 ) -> None:
-    before, call = itertools.count(-calls), getattr(owner, name)
+    before, call = itertools.count(-calls), get_inside(name)
 
     def dying(*given: Any, **options: Any) -> Any:
         if next(before) == 0:
@@ -921,7 +906,7 @@ def test_the_folder_of_a_recorder_that_was_killed_while_it_made_a_shard_is_remov
         return call(*given, **options)
 
     def life(_: Callable[[Any], None]) -> None:
-        setattr(owner, name, dying)
+        set_inside(pytest.MonkeyPatch(), **{name: dying})
         with recorder(tmp_path, publish_every=1) as buffer:
             record(buffer, range(4))
 
@@ -951,7 +936,7 @@ def test_a_folder_that_may_be_anothers_is_not_removed(tmp_path: Path) -> None:
         for path, content in {**files, ".lock": b""}.items():
             (root / name / path).parent.mkdir(parents=True, exist_ok=True)
             (root / name / path).write_bytes(content)
-    lock = Folder(root / held).lock()
+    lock = lock_folder(root / held)
     recorder(tmp_path).close()
     assert names(tmp_path) == sorted([*kept, PUBLISHED])
     assert all(
@@ -965,14 +950,14 @@ def test_a_folder_that_may_be_anothers_is_not_removed(tmp_path: Path) -> None:
 def test_a_recorder_whose_new_folder_another_one_looks_at_takes_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    create, locks = Folder.create, []
+    create, locks = get_inside("create_folder"), []
 
-    def looked_at(folder: Folder) -> None:
+    def looked_at(folder: Any) -> None:
         create(folder)
         if not locks:
-            locks.append(Folder(folder.path).lock())
+            locks.append(lock_folder(folder.path))
 
-    monkeypatch.setattr(Folder, "create", looked_at)
+    set_inside(monkeypatch, create_folder=looked_at)
     buffer = recorder(tmp_path)
     locks[0].release()
     record(buffer, range(2))

@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 from coded_folder import copy_of, episodes, example, no_barriers, open_blobs, open_index
 from fault_injection import KILLED, in_child, listing, system
-from inside import after_each_packed_episode
+from inside import after_each_packed_episode, get_inside, set_inside
 
 from memmap_buffer import Field, Jpeg, ReplayBuffer, SchemaError, Zstd, pack, unpack, verify
-from memmap_buffer.maintenance import pack as module
-from memmap_buffer.maintenance import recoding
 
 __all__ = ["no_barriers"]  # a fixture
 
@@ -48,7 +46,7 @@ def blobs_by_hand(folder: Path, name: str) -> list[bytes]:
 @pytest.mark.parametrize("kind", ["grid", "packed", "spread"])
 def test_a_copy_has_the_blobs_of_the_source(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = example(kind)
-    monkeypatch.setattr(recoding, "encode_many", None)  # none is encoded again
+    set_inside(monkeypatch, encode_many=None)  # none is encoded again
     assert pack(source, tmp_path / "packed") == unpack(source, tmp_path / "grid", 5) == []
     for copy in ("packed", "grid"):
         assert episodes(tmp_path / copy) == episodes(example(kind))
@@ -96,7 +94,7 @@ def test_a_field_that_is_named_is_encoded_anew_and_the_others_are_copied(tmp_pat
 
 def test_a_dictionary_is_trained_over_all_episodes_and_is_the_same_each_time(tmp_path: Path) -> None:
     dense, live = example("dense"), example("packed")
-    assert np.load(dense / "data/frame.dictionary.npy").nbytes <= recoding.MAX_DICTIONARY
+    assert np.load(dense / "data/frame.dictionary.npy").nbytes <= get_inside("max_dictionary")
     sizes = [np.load(folder / "data/frame.blobs.npy").nbytes for folder in (dense, live)]
     assert sizes[0] < sizes[1] / 6
     assert {int(word) >> 32 for word in np.load(dense / "data/frame.npy").reshape(-1, 2)[:, 1]} == {
@@ -218,11 +216,11 @@ def test_a_copy_that_fails_leaves_nothing(
     def fail(*args: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    for name in ("close_up", "_replace_schema", "write_counters"):
+    for name in ("close_up", "replace_schema", "write_counters"):
         if way is unpack and name != "write_counters":
             continue
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, fail)
+            set_inside(patch, **{name: fail})
             with pytest.raises(OSError, match="No space"):
                 way(example(), tmp_path / "copy")
         assert [path for path in (tmp_path / "copy").rglob("*.npy")] == []
@@ -267,5 +265,5 @@ def test_a_field_of_any_size_takes_little_memory(tmp_path: Path) -> None:
     pack(tmp_path / "buffer", tmp_path / "packed", codec={"x": None, "y": Zstd(1)})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 8 * recoding.CODED_CHUNK  # several threads have some each
+    assert peak < 8 * get_inside("recoded_chunk")  # several threads have some each
     assert np.load(tmp_path / "packed/data/y.blobs.npy").nbytes < 1 << 20

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from fault_injection import in_child, listing, shown, system, without_barriers
+from inside import get_inside, set_inside
 from power import boot, cuts, recording
 
 from memmap_buffer import (
@@ -24,8 +25,8 @@ from memmap_buffer import (
     verify,
 )
 from memmap_buffer.compat import set_valid
-from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import SPARE_COLUMNS
+
+SPARE = 16  # columns of checksums
 
 FIELDS = {
     "x": {"a": Field("float", 2, final=True), "b": ("int", (), 0)},
@@ -330,11 +331,11 @@ def test_an_open_episode_is_ended_first(buffer):
 
 
 def test_fields_can_come_and_go_until_the_columns_of_checksums_are_used_up(buffer, tmp_path):
-    for i in range(SPARE_COLUMNS + 4):  # a column is used again as long as no episode was published with it
+    for i in range(SPARE + 4):  # a column is used again as long as no episode was published with it
         buffer.add_field("more", ("int", (), i))
         assert verify(buffer.folder) == []
         buffer.drop_field("more")
-    for i in range(SPARE_COLUMNS):
+    for i in range(SPARE):
         buffer.add_field(f"more{i}", ("int", (), i))
     with pytest.raises(SchemaError, match=r"room for the checksums of 21 fields.*`pack` and `unpack`"):
         buffer.add_field("one_more", ("int", (), 1))
@@ -412,7 +413,7 @@ def test_another_object_cannot_write_by_the_old_schema_and_takes_the_lock_from_n
 
 @pytest.mark.parametrize("name", ["drop", "rename group"])
 def test_a_folder_whose_schema_is_replaced_while_it_is_opened_is_opened_by_the_new_one(buffer, monkeypatch, name):
-    before, mapped, left = shown(buffer), Folder.map, [1]
+    before, mapped, left = shown(buffer), get_inside("map_array"), [1]
 
     def interrupted(self, *arguments):
         if left:
@@ -420,7 +421,7 @@ def test_a_folder_whose_schema_is_replaced_while_it_is_opened_is_opened_by_the_n
             CHANGES[name](buffer)
         return mapped(self, *arguments)
 
-    monkeypatch.setattr(Folder, "map", interrupted)
+    set_inside(monkeypatch, map_array=interrupted)
     assert shown(buffer.folder) == expected(name, before) and not left
 
 

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from damage import flip, header_size, killed, packed, rewrite_state, rows_of
 from fault_injection import KILLED, listing, shown
-from inside import after_each_copied_slot, before_the_rest_is_asked_for
+from inside import after_each_copied_slot, before_the_rest_is_asked_for, set_inside
 
 from memmap_buffer import ReplayBuffer, SchemaMismatchError, StaleEpisodeError, verify
-from memmap_buffer.maintenance import snapshot as module
 
 
 @pytest.fixture
@@ -210,7 +209,7 @@ def test_an_episode_that_is_updated_meanwhile_and_then_retires_is_not_missing_am
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, position: int
 ) -> None:
     """The ring turns between the look at what was copied and the question whether the rest has retired."""
-    monkeypatch.setattr(module, "ROUNDS", 8)  # so that three of four are enough in some round with an update
+    set_inside(monkeypatch, snapshot_rounds=8)  # so that three of four are enough in some round with an update
     with ReplayBuffer.from_folder(folder) as buffer:
         serial, length = int(buffer.serials[position]), int(buffer.episode_lens[position])
 
@@ -244,7 +243,7 @@ def test_a_ring_that_turns_faster_than_it_is_copied_is_an_error_and_leaves_no_co
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault 30, for snapshots."""
-    monkeypatch.setattr(module, "ROUNDS", 5)
+    set_inside(monkeypatch, snapshot_rounds=5)
     with ReplayBuffer.from_folder(folder) as buffer:
 
         def publish(n: int) -> None:

@@ -7,8 +7,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from damage import rewrite_state
 from fault_injection import in_child, listing, system
-from specification import STATE_WORD
+from inside import get_inside, place_of_row, set_inside
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -23,8 +24,6 @@ from memmap_buffer import (
     Window,
     publish,
 )
-from memmap_buffer.format.storage import Storage
-from memmap_buffer.maintenance import statistics as module
 
 FIELDS = {
     "observation": {"x": Field("float", 3, final=True), "image": ("uint8", (4, 2))},
@@ -85,9 +84,9 @@ def check(found, everything, exact=True):
         np.testing.assert_allclose(value, np.quantile(everything, q, axis=0), rtol=1e-12)
 
 
-@pytest.mark.parametrize("block_bytes", [1, 64, module.BLOCK_BYTES])
+@pytest.mark.parametrize("block_bytes", [1, 64, get_inside("statistics_block_bytes")])
 def test_statistics_are_those_of_numpy_over_everything_in_parts_of_any_size(buffer, monkeypatch, block_bytes):
-    monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
+    set_inside(monkeypatch, statistics_block_bytes=block_bytes)
     found = buffer.statistics()
     assert list(found.fields) == NUMERIC and found.last_serial == 4 and found.num_episodes == 4
     for name in NUMERIC:
@@ -134,13 +133,10 @@ def test_quantiles_of_more_entries_than_the_sample_are_off_by_no_more_than_they_
         flat = values.reshape(-1, 2).astype(np.float64)
         whole = buffer.statistics(quantiles=(0.1, 0.5, 0.99))["x"]
         check(whole, flat)
-    module_sample, module.SAMPLE = module.SAMPLE, 2000
-    try:
-        with ReplayBuffer.from_folder(tmp_path, read_only=True) as reader:
-            source = ConcatBuffer([reader])  # which keeps none
-            found = [source.statistics(["x"], (0.1, 0.5, 0.99), seed=seed)["x"] for seed in range(20)]
-    finally:
-        module.SAMPLE = module_sample
+    with pytest.MonkeyPatch.context() as patch, ReplayBuffer.from_folder(tmp_path, read_only=True) as reader:
+        set_inside(patch, statistics_sample=2000)
+        source = ConcatBuffer([reader])  # which keeps none
+        found = [source.statistics(["x"], (0.1, 0.5, 0.99), seed=seed)["x"] for seed in range(20)]
     assert found[0].rank_error == pytest.approx(np.sqrt(np.log(2000) / 4000)) and found[0].count == 20000
     assert np.array_equal(found[0].mean, whole.mean)
     for one in found:
@@ -154,8 +150,8 @@ def test_they_are_kept_by_the_writer_and_computed_again_when_something_changed(b
     first = buffer.statistics()
     path = buffer.folder / "extra" / "statistics.json"
     assert json.loads(path.read_text())["last_serial"] == 4
-    computed, running = [], module.RunningStatistics
-    monkeypatch.setattr(module, "RunningStatistics", lambda *a, **how: computed.append(a) or running(*a, **how))
+    computed, running = [], get_inside("running_statistics")
+    set_inside(monkeypatch, running_statistics=lambda *a, **how: computed.append(a) or running(*a, **how))
     before = listing(buffer.folder)
     reader = ReplayBuffer.from_folder(buffer.folder, read_only=True)
     for source in (buffer, reader):
@@ -280,14 +276,11 @@ def test_an_episode_that_fails_its_checksums_is_in_none_of_them(tmp_path):
             buffer.store_episode(x=[value] * 2)
 
     assert in_child(write).status == 0  # without `close`
-    layout = Storage(tmp_path).layout
-    for name, offset in (
-        ("state.npy", layout.arrays["/state"].offset(0) + 8 * STATE_WORD["boot"]),
-        ("data/x.npy", layout.arrays["x"].offset(1)),
-    ):
-        with (tmp_path / name).open("r+b") as file:
-            file.seek(offset)
-            file.write(b"\x11\x22\x33\x44")
+    rewrite_state(tmp_path, boot=(0x44332211, 0))
+    path, offset = place_of_row(tmp_path, "x", 1)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\x11\x22\x33\x44")
     found = ReplayBuffer.from_folder(tmp_path, read_only=True).statistics()["x"]
     assert (found.count, found.min, found.max, found.mean) == (4, 1, 3, 2)
 

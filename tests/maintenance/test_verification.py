@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import damage
 import numpy as np
@@ -15,10 +16,10 @@ import pytest
 from conftest import flat
 from damage import Damage, flip, header_size, killed, packed, rewrite_record, rewrite_state, rows_of
 from fault_injection import KILLED, listing, shown
+from inside import get_inside, set_inside
 from specification import RECORD, sealed
 
 from memmap_buffer import Finding, MemmapBufferError, NotABufferError, ReplayBuffer, verify
-from memmap_buffer.maintenance.verification import MAX_TRIED, Survey, repaired_record
 
 
 @pytest.fixture
@@ -230,14 +231,14 @@ def test_any_one_byte_of_any_record_can_be_put_right(seed: int) -> None:
         )
         spoilt = bytearray(record)
         spoilt[draw.choice([*range(48), *range(50, 64)])] ^= draw.randrange(1, 256)  # what may be trimmed is no damage
-        assert repaired_record(np.frombuffer(bytes(spoilt), np.uint64)).tobytes() == record
+        assert get_inside("repaired_record")(np.frombuffer(bytes(spoilt), np.uint64)).tobytes() == record
         spoilt = bytearray(draw.randbytes(64))
-        assert repaired_record(np.frombuffer(bytes(spoilt), np.uint64)).tobytes() == bytes(spoilt)
+        assert get_inside("repaired_record")(np.frombuffer(bytes(spoilt), np.uint64)).tobytes() == bytes(spoilt)
 
 
 def test_many_damaged_records_are_all_found_in_bounded_time(tmp_path: Path) -> None:
     """Of more than `MAX_TRIED`, the first are tried to be put right."""
-    slots = MAX_TRIED + 500
+    slots = get_inside("most_records_tried") + 500
     damage.make(tmp_path / "buffer", max_episodes=slots - 2).close()
     path = tmp_path / "buffer" / "episodes.npy"
     with path.open("r+b") as file:
@@ -396,11 +397,11 @@ def test_a_folder_that_is_being_written_is_never_reported_damaged(folder: Path, 
 def test_a_writer_that_goes_on_between_two_words_of_the_state_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, read = Survey.state, list[str]()
+    real, read, survey = get_inside("survey_state"), list[str](), get_inside("survey")
     with ReplayBuffer(tmp_path, 2, 3, {"x": "int"}, circular=True) as buffer:
         buffer.store_episode(x=[0])
 
-        def state(self: Survey, name: str) -> int:
+        def state(self: Any, name: str) -> int:
             value = real(self, name)
             read.append(name)
             if name == "next" and read.count(name) == 2:
@@ -409,6 +410,6 @@ def test_a_writer_that_goes_on_between_two_words_of_the_state_is_no_damage(
                 buffer.update(0, x=[9])  # raises `base` beyond what `next` was
             return value
 
-        monkeypatch.setattr(Survey, "state", state)
-        assert Survey(tmp_path).state_faults() == {} and read.count("next") == 2
-        assert real(Survey(tmp_path), "base") > 1
+        set_inside(monkeypatch, survey_state=state)
+        assert survey(tmp_path).state_faults() == {} and read.count("next") == 2
+        assert real(survey(tmp_path), "base") > 1

@@ -1,15 +1,13 @@
 """Ten thousand shards: what opening a root asks for, and does, that grows with their number. Counted, not timed."""
 
 import pytest
-from inside import folders_of, forget_schemas, num_schemas_parsed
+from inside import folders_of, forget_schemas, get_inside, num_schemas_parsed, set_inside
 from range_server import RangeServer
 
 from bench.data import STEPS_OF_A_SHARD, forge_root
 from memmap_buffer import ConcatBuffer
-from memmap_buffer.remote import shards
-from memmap_buffer.remote.layout import MERGED
 
-SHARDS = 2 * MERGED + 10
+SHARDS = 2 * get_inside("merged_heads") + 10
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +16,7 @@ def root(tmp_path_factory):
 
 
 def test_a_root_is_opened_by_one_request_for_a_thousand_shards(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "LOOK_SECONDS", 1e9)
+    set_inside(monkeypatch, root_look_seconds=1e9)
     with RangeServer(root) as server:
         far = ConcatBuffer.from_root(server.url, cache=tmp_path)
         assert (len(far.shards), far.num_steps) == (SHARDS, SHARDS * STEPS_OF_A_SHARD)
