@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import listing, operations_of, shown, system
+from inside import layout_of_capacity, set_inside
 
 from memmap_buffer import (
     BufferFullError,
@@ -32,8 +33,6 @@ from memmap_buffer import (
     verify,
 )
 from memmap_buffer.compat import step_spec, storage_spec
-from memmap_buffer.format.layout import Layout
-from memmap_buffer.writing import episode as episodes
 
 FIELDS = {"obs": Field("float", 2, final=True), "reward": "float", "terminated": ("bool", (), False)}
 META = {"task": "int", "label": ("U8", (), "none")}
@@ -321,7 +320,7 @@ LOW = {"x": "int"}
 def test_as_many_episodes_as_a_capacity_needs_and_a_file_takes(
     capacity, max_timesteps, fields, max_episodes, spare_slots
 ):
-    layout = Layout.derived(Schema(fields), None, max_timesteps, capacity=capacity)
+    layout = layout_of_capacity(Schema(fields), max_timesteps, capacity)
     assert (layout.max_episodes, layout.spare_slots, layout.circular) == (max_episodes, spare_slots, True)
     assert layout.arrays["x"].size <= 2**43 + 128
 
@@ -481,7 +480,7 @@ def test_an_incomplete_group_is_published_by_flush_and_close_and_cleared_by_clea
 
 def test_an_episode_staged_on_disk_is_invisible_until_published_and_its_slot_is_used_again(tmp_path, monkeypatch):
     """Fault 8: aborted, killed, or after a wrap-around; memory holds one chunk of it at most."""
-    monkeypatch.setattr(episodes, "CHUNK_BYTES", 40)
+    set_inside(monkeypatch, staged_bytes=40)
     with make(tmp_path, 2, 50, circular=True, stage="disk") as writer:
         for i in range(4):
             episode = writer.begin_episode(task=i)

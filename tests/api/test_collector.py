@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import flags_of, shown, system, without_barriers
+from inside import place_of, set_inside
 from specification import CUT, FINAL, TERMINATED
 
 from memmap_buffer import (
@@ -16,10 +17,9 @@ from memmap_buffer import (
     NotEnoughDataError,
     ReplayBuffer,
     SchemaError,
+    adapters,
 )
 from memmap_buffer.memmap_replay_buffer import EpisodeCollector
-from memmap_buffer.writing import episode as episodes
-from memmap_buffer.writing.writer import Writer
 
 FIELDS = {
     "observation": {"x": Field("float", 2, final=True)},
@@ -222,7 +222,7 @@ IN_PLACE = [{"stage": "disk"}, {"publish": "step"}, {"publish": "step", "durabil
 
 @pytest.mark.parametrize("how", IN_PLACE, ids=str)
 def test_store_goes_on_where_a_full_disk_stopped_it_also_in_place(tmp_path, monkeypatch, how):
-    monkeypatch.setattr(episodes, "CHUNK_BYTES", 8)  # a few steps are staged, then they are written
+    set_inside(monkeypatch, staged_bytes=8)  # a few steps are staged, then they are written
     without_barriers(monkeypatch)
     for at_operation in range(1, 200):
         options = {"spare_slots": 3, **how}
@@ -251,7 +251,7 @@ INTERRUPTED += [("publish", 0), ("publish", 1)]
 
 @pytest.mark.parametrize(("where", "after"), INTERRUPTED, ids=str)
 def test_store_goes_on_where_it_was_interrupted(buffer, collector, monkeypatch, where, after):
-    calls, owner = [], Writer if where == "publish" else episodes.Episode
+    calls, owner = [], place_of("publish_episode")[0] if where == "publish" else adapters.Episode
     real = getattr(owner, where)
 
     def interrupted(self, *arguments, **options):

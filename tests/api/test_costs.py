@@ -16,15 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from inside import expect_no_slow_disk
+from inside import expect_no_slow_disk, set_inside
 from ways import Way, way_of
 
-from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SumTree, Window
-from memmap_buffer.format import lock
-from memmap_buffer.format.episode_table import EpisodeTable
-from memmap_buffer.format.journal import Journal
-from memmap_buffer.items.live_index import LiveIndex
-from memmap_buffer.loading import batch_reader
+from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, Window
 
 FIELDS = {
     "observation": Field("float32", (17,), final=True),
@@ -56,8 +51,8 @@ def one_step() -> dict[str, Any]:
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ReplayBuffer]]:
     torch.manual_seed(0)  # where batches have ends of episodes, there is more to do
-    monkeypatch.setattr(lock, "LOOK_SECONDS", 1e9)  # what is counted is done within the time between two looks
-    monkeypatch.setattr(batch_reader, "ANSWER_SECONDS", 1e9)  # nor does anything wait for a disk
+    set_inside(monkeypatch, path_look_seconds=1e9)  # what is counted is done within the time between two looks
+    set_inside(monkeypatch, answer_seconds=1e9)  # nor does anything wait for a disk
     made: list[ReplayBuffer] = []
 
     def make(**options: Any) -> ReplayBuffer:
@@ -226,7 +221,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> list[ConcatBuffer]:
 def test_a_batch_of_a_root_takes_as_many_calls_whatever_its_shards(
     roots: list[ConcatBuffer], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(batch_reader, "ANSWER_SECONDS", 1e9)
+    set_inside(monkeypatch, answer_seconds=1e9)
     counts = []
     for root in roots:
         for _ in range(20):
@@ -252,8 +247,8 @@ def test_who_learns_by_several_sets_of_options_keeps_one_account_of_what_is_visi
             batch = buffer.sample(32, prioritized=True, return_indices=True, **options)
             buffer.update_priorities(batch["_indices"], np.ones(32))
             buffer.sample(32, **options)
-    made = Counter(type(each) for each in gc.get_objects() if id(each) not in before)
-    assert made[Journal] == 1
-    assert made[EpisodeTable] <= 3
-    assert made[SumTree] <= 3
-    assert made[LiveIndex] == len(learned)
+    made = Counter(type(each).__name__ for each in gc.get_objects() if id(each) not in before)
+    assert made["Journal"] == 1
+    assert 0 < made["EpisodeTable"] <= 3
+    assert 0 < made["SumTree"] <= 3
+    assert made["LiveIndex"] == len(learned)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside import get_inside, set_inside
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -20,9 +21,6 @@ from memmap_buffer import (
     pack,
     publish,
 )
-from memmap_buffer.format import marks as marks_module
-from memmap_buffer.format.marks import Marks, parsed
-from memmap_buffer.items import marked as marked_module
 
 
 def filled(folder: Path, count: int = 6, **options: Any) -> ReplayBuffer:
@@ -56,15 +54,15 @@ def test_no_mark_of_an_episode_that_one_does_not_see_yet_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with filled(tmp_path, 3) as writer:
-        late, change = ReplayBuffer.from_folder(tmp_path), Marks.change
+        late, change = ReplayBuffer.from_folder(tmp_path), get_inside("change_marks")
 
-        def changed(self: Marks, *given: Any) -> Any:
-            monkeypatch.setattr(Marks, "change", change)
+        def changed(self: Any, *given: Any) -> Any:
+            set_inside(monkeypatch, change_marks=change)
             writer.store_episode(x=[1], reward=[1])  # after the other one's look, before it has the lock
             writer.mark([3], add=["good"])
             return self.change(*given)
 
-        monkeypatch.setattr(Marks, "change", changed)
+        set_inside(monkeypatch, change_marks=changed)
         assert late.mark([1], add=["bad"]) == 0
         assert writer.marks() == {1: Mark(("bad",)), 3: Mark(("good",))}
 
@@ -92,13 +90,13 @@ def test_marks_that_stay_are_not_read_again_for_each_publication(
     marked: ReplayBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     time.sleep(0.2)  # marks that were changed this moment are read each time
-    reads: list[int] = []
+    reads, parsed = list[int](), get_inside("parse_marks")
 
     def counted(*given: Any) -> Any:
         reads.append(1)
         return parsed(*given)
 
-    monkeypatch.setattr(marks_module, "parsed", counted)
+    set_inside(monkeypatch, parse_marks=counted)
     for number in range(2):  # so that some that are marked stay
         marked.store_episode(x=[number], reward=[1])
         marked.sample(4, mark="good", format="numpy", timestep_level=True)
@@ -185,7 +183,7 @@ def test_episodes_are_chosen_by_their_marks(marked: ReplayBuffer, mark: Any, ser
 def test_new_marks_are_seen_by_the_next_batch(
     marked: ReplayBuffer, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(marked_module, "LOOK_SECONDS", 0)
+    set_inside(monkeypatch, marks_look_seconds=0)
 
     def drawn() -> set[int]:
         given: dict[str, Any] = {"timestep_level": True, **options}
@@ -206,7 +204,7 @@ def test_new_marks_are_seen_by_the_next_batch(
 def test_a_loader_sees_new_marks_with_its_next_epoch_also_in_workers(
     marked: ReplayBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(marked_module, "LOOK_SECONDS", 0)
+    set_inside(monkeypatch, marks_look_seconds=0)
     for workers in (0, 1):
         loader = marked.dataloader(4, mark="good", split={"a": 1.0}, part="a", return_indices=True, num_workers=workers)
         assert sorted(i for batch in loader for i in batch["_index"].tolist()) == [1, 2, 4]

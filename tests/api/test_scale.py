@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside import set_inside
 
 from bench.data import forge
 from memmap_buffer import ReplayBuffer, Window, verify
-from memmap_buffer.loading import batch_reader, read_ahead
 
 STEPS = 1000
 BATCH = 16  # a fault in a hole has the system read zeros ahead, megabytes of them on some disks
@@ -142,8 +142,8 @@ def test_the_index_takes_32_bytes_an_episode_whatever_the_view(
 def test_a_draw_from_10000_times_the_steps_allocates_no_more(
     buffers: dict[int, ReplayBuffer], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (batch_reader, read_ahead):  # asking the disk is no matter of size
-        monkeypatch.setattr(module, "ANSWER_SECONDS", math.inf)
+    # Asking the disk is no matter of size.
+    set_inside(monkeypatch, answer_seconds=math.inf, disk_answer_seconds=math.inf)
     most = {}
     for steps, buffer in buffers.items():
         buffer.sample(BATCH, **options)  # what is kept for the next draws
@@ -214,8 +214,7 @@ def test_a_shuffled_epoch_of_10_to_the_9_steps_repeats_none_of_its_first_100000(
 def test_a_draw_after_a_step_that_is_added_allocates_no_more_for_100_times_the_episodes(
     tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (batch_reader, read_ahead):
-        monkeypatch.setattr(module, "ANSWER_SECONDS", math.inf)
+    set_inside(monkeypatch, answer_seconds=math.inf, disk_answer_seconds=math.inf)
     most = {}
     for episodes in (20, 2_000):
         with ReplayBuffer.from_folder(forge(tmp_path / str(episodes), episodes, 20, FIELDS), publish="step") as buffer:
