@@ -48,6 +48,20 @@ NO_THING = re.compile(r"(What|Which|Those|One|The same)\b")  # at the begin of a
 OF_OTHERS = {"_asdict", "_fields", "_replace", "_exit", "_is_owned", "_repr_html_", "_repr_png_", "_get_samples"}
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
+INNER = {  # package -> its modules that tests of single classes import
+    "": "cached dtypes names schema",
+    "browse": "checks episode_list",
+    "cli": "app command episodes folders import_export minimal terminal",
+    "format": "blobs checksums creation episode_table folder host journal layout marks records source storage syscalls",
+    "interop": "columns rows safe_pickle trainer_memory",
+    "items": "filters index live_index rank_partition selection shuffle",
+    "loading": "batch_reader epochs prefetch shuffle_window transport",
+    "priority": "anchor_priorities kernels leaves priorities sum_tree tree_file",
+    "remote": "blocks cache layout mirror objects published ranges shards",
+    "views": "batch_builder by_address folders memory_pool transforms",
+    "writing": "commit episode slots",
+}
+
 
 def source_files() -> dict[str, str]:
     """Module name within the package, "" for the package itself -> its source."""
@@ -364,6 +378,28 @@ def test_tests_speak_to_public_names(of_a_source: Callable[[ast.AST], Iterator[s
     assert sum(len([*of_a_source(parse(path.read_text()))]) for path in files) == count
 
 
+@cache
+def public_modules() -> set[str]:
+    """Modules of the package that a page of the documentation imports from."""
+    pages = "".join(path.read_text() for path in sorted((PACKAGE.parent / "docs").glob("*.md")))
+    return DOORS | {"compat", "memmap_replay_buffer", *re.findall(rf"{NAME}\.(interop\.\w+)", pages)}
+
+
+def inner_modules(source: str) -> set[str]:
+    """Modules of the package that a source imports from, but for public ones."""
+    taken = [name.removeprefix(f"{NAME}.") for name in private_names(source)]
+    return {name if name in SOURCES else name.rpartition(".")[0] for name in taken} - public_modules()
+
+
+def test_tests_import_what_the_pages_do_but_for_those_of_a_class_by_itself() -> None:
+    """Others ask tests/support/inside.py for what no public name tells. List and number only shrink."""
+    files = [path for path in sorted(parts.TESTS.rglob("*.py")) if path.parent.name != "support"]
+    reached = [modules for path in files if (modules := inner_modules(path.read_text()))]
+    inner = {f"{package}.{name}".lstrip(".") for package, names in INNER.items() for name in names.split()}
+    assert set().union(*reached) == inner
+    assert len(reached) <= 44
+
+
 def test_lines_of_code_are_counted_without_docstrings_comments_and_empty_lines() -> None:
     count = runpy.run_path(str(PACKAGE.parent / "scripts" / "size"))["lines_of_code"]
     code = ["x = 1  # one", "def f(a,", "      b):", "    return (a,", "        b)"]
@@ -457,6 +493,10 @@ def test_the_checks_of_single_modules_find_what_they_must() -> None:
     assert private_names("if TYPE_CHECKING:\n    from memmap_buffer.schema import Field") == [
         "memmap_buffer.schema.Field"
     ]
+    source = (
+        "from memmap_buffer import Field, codecs\nfrom memmap_buffer.format.lock import x\nimport memmap_buffer.names"
+    )
+    assert inner_modules(f"{source}\nfrom memmap_buffer.interop.minari import y") == {"codecs", "format.lock", "names"}
     assert private_names("from memmap_buffer.interoperable import x", "interop") == ["memmap_buffer.interoperable.x"]
     source = "class A:\n    _c: int = 0\n    def _f(self):\n        self._x = self._f() + self._c + len(self._x) + b._d"
     assert private_attributes(f"{source}\n        b._e = self.__dict__ + super()._f()") == {"_d", "_e", "_f"}
