@@ -21,8 +21,9 @@ from memmap_buffer.api.editing import Editing
 from memmap_buffer.dtypes import FloatArray, check_count, to_numpy
 from memmap_buffer.errors import BufferFullError, EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.open_episodes import Statement, ended_statement
 from memmap_buffer.writing import validation
-from memmap_buffer.writing.episode import Block, BlockEnd, Episode, interrupted_end
+from memmap_buffer.writing.episode import Block, Episode
 from memmap_buffer.writing.episode_group import EpisodeGroup
 from memmap_buffer.writing.steps import Steps
 from memmap_buffer.writing.vector_env import EpisodeStream
@@ -39,31 +40,43 @@ Opened = TypeVar("Opened", bound=Episode | EpisodeGroup)
 class Scope(Block, Generic[Opened]):
     """The block of `one_episode` or `batched_episode`. In it `store` of the same thread means the opened episode.
 
-    Args: recording: the buffer. begin: a function that opens the episode, or the batch of them.
+    Args: recording: the buffer. begin: a function that opens the episode, or the batch of them, for a statement.
+
+    Attributes: statement: whether it is over, see `Statement`. opened: what `store` means.
     """
 
-    def __init__(self, recording: Recording, begin: Callable[[BlockEnd | None], Opened]) -> None:
+    statement: Statement
+    opened: Opened
+
+    def __init__(self, recording: Recording, begin: Callable[[Statement], Opened]) -> None:
         self._recording, self._begin = recording, begin
 
     def __enter__(self) -> Opened:  # type: ignore[override]
-        super().__enter__()
-        scopes = self._recording._scopes
-        scope = scopes.get(get_ident())
-        if scope is not None and scope.state == "open" and not scope.was_left:
+        self.thread, self.statement = get_ident(), self._statement
+        scope = self._recording._scopes.get(self.thread)
+        if scope is not None and scope.is_open:
             raise EpisodeStateError(
                 "an episode is open already, and `store` could mean either; end it first, or use begin_episode() and "
                 "episode.store() for several side by side"
             )
-        opened = self._begin(self.block_end)
-        scopes[get_ident()] = self._opened = opened
-        return opened
+        self.opened = self._begin(self.statement)
+        self._recording._scopes[self.thread] = self
+        return self.opened
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its statement still runs, and the episode, or one of the batch, did not end before."""
+        return self.statement() is not None and self.opened.state == "open"
+
+    def watch(self, statement: Statement | None) -> None:
+        """Nothing is open before it is entered."""
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the episode, or the batch; `store` means it no longer."""
         try:
-            self._opened.leave(kind, error, trace)
+            self.opened.leave(kind, error, trace)
         finally:
-            self._recording._scopes.pop(self._opened.thread, None)
+            self._recording._scopes.pop(self.thread, None)
         if self._recording._publisher is not None:
             self._recording._finish_shard_if_due()
 
@@ -110,7 +123,7 @@ class Recording(Editing):
     def _record_to(self, writer: Writer) -> None:
         """Write by this writer from now on, with no episode open."""
         self._storage, self._writer = writer.storage, writer
-        self._scopes: dict[int, Episode | EpisodeGroup] = {}  # thread -> the episode or batch of its block
+        self._scopes: dict[int, Scope[Any]] = {}  # thread -> its block
         self._begun: tuple[ref[Episode], ...] = ()  # the episodes of `begin_episode`
         # Thread -> its last one of `_begun`: this reference keeps it alive for `store`, if the user holds none.
         self._newest: dict[int, Episode] = {}
@@ -140,9 +153,9 @@ class Recording(Editing):
             WriterLostError: this object may not write any more.
         """
 
-        def begin(block: BlockEnd | None) -> Episode:
+        def begin(statement: Statement) -> Episode:
             with self._turn:
-                return self._writer_with_room().open(meta, keep_partial=keep_partial, block_end=block)
+                return self._writer_with_room().open(meta, keep_partial=keep_partial, statement=statement)
 
         return Scope(self, begin)
 
@@ -210,11 +223,11 @@ class Recording(Editing):
         """
         check_count("batch_size", batch_size)
 
-        def begin(block: BlockEnd | None) -> EpisodeGroup:
+        def begin(statement: Statement) -> EpisodeGroup:
             with self._turn:
                 self._writer.require_spare_slots(batch_size)
-                episodes = [self._writer_with_room().open({}, block_end=block) for _ in range(batch_size)]
-                group = EpisodeGroup(self._writer, episodes, block_end=block)
+                episodes = [self._writer_with_room().open({}, statement=statement) for _ in range(batch_size)]
+                group = EpisodeGroup(self._writer, episodes)
             group.update(meta_batch)
             return group
 
@@ -234,7 +247,9 @@ class Recording(Editing):
             SchemaError: a field is unknown or missing, or a value does not fit.
         """
         scope = self._scopes.get(get_ident())
-        return (scope if type(scope) is Episode else self._current()).store(**step)
+        if scope is None or scope.statement() is None or type(scope.opened) is not Episode:
+            return self._current().store(**step)
+        return scope.opened.store(**step)
 
     def store_batch(self, **batch: Any) -> None:
         """Append one timestep to every episode of the open batch.
@@ -548,34 +563,34 @@ class Recording(Editing):
 
     def _begun_ones(self) -> list[Episode]:
         """The episodes of `begin_episode` that are still open."""
-        episodes = [reference() for reference in self._begun]
-        return [episode for episode in episodes if episode is not None and episode.state == "open"]
+        episodes = [episode for reference in self._begun if (episode := reference()) is not None]
+        return [each for each in episodes if each.state == "open" and not each.writer.lock.episodes.was_left(each)]
 
     def _open_ones(self) -> list[Episode | EpisodeGroup]:
         """See `open_episodes`."""
         thread = get_ident()
         own_scope = self._scopes.get(thread)
-        if own_scope is not None:
-            return [own_scope]
+        if own_scope is not None and own_scope.statement() is not None:
+            return [own_scope.opened]
         self._writer.require_writable()
         begun = self._begun_ones()
-        scopes = [scope for scope in list(self._scopes.values()) if scope.state == "open"]
-        return [episode for episode in begun if episode.thread == thread] or [*scopes, *begun]
+        opened = [scope.opened for scope in list(self._scopes.values()) if scope.is_open]
+        return [episode for episode in begun if episode.thread == thread] or [*opened, *begun]
 
     def _group(self, what: str) -> EpisodeGroup:
         """The open batch of this thread's block, else the only one. `what` is the method, for the error."""
-        scopes = self._scopes
-        group = scopes.get(get_ident()) or (next(iter(scopes.values())) if len(scopes) == 1 else None)
-        if not isinstance(group, EpisodeGroup):
+        scopes = {thread: scope for thread, scope in list(self._scopes.items()) if scope.statement() is not None}
+        scope = scopes.get(get_ident()) or (next(iter(scopes.values())) if len(scopes) == 1 else None)
+        if scope is None or not isinstance(scope.opened, EpisodeGroup):
             raise EpisodeStateError(f"{what}: no batch is open; use it within `with buffer.batched_episode(n):`")
-        return group
+        return scope.opened
 
 
 def _begin_in_stream(reference: ref[Recording]) -> Episode:
     """Open an episode for a stream. The stream refers to its buffer weakly, as the buffer holds the stream."""
     buffer = reference()
     assert buffer is not None
-    return buffer._writer_with_room().open({}, block_end=interrupted_end)
+    return buffer._writer_with_room().open({}, statement=ended_statement)
 
 
 def _errors_of(values: Any, shape: tuple[int, ...], axes: str) -> FloatArray:

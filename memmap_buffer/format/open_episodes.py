@@ -1,66 +1,88 @@
 """`OpenEpisodes`: the open episodes of one folder, by weak references. No I/O.
 
-To begin or to end an episode takes the same time however many are open. So episodes whose block may have been left
-without running through its end are kept in a dict of their own (`watched`), and an episode that is collected removes
-itself.
+To begin or to end an episode takes the same time however many are open. So those of `with` statements, which may be
+over without having ended their episode, are in a dict of their own (`watched`), and an episode that is collected
+removes itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 from weakref import ref
+
+# Tells whether a `with` statement is over: a weak reference to what only that holds, so it gives None then.
+Statement: TypeAlias = Callable[[], object]
+
+
+def ended_statement() -> None:
+    """The `Statement` of an episode that nobody got: it is ended by the next call that writes."""
+
+
+def unknown_statement() -> bool:
+    """The `Statement` of a block that no `with` statement began, such as that of an `ExitStack`: it is never over."""
+    return True
 
 
 class OpenEpisodes:
     """Open episodes, in the order in which they were begun; `len` may count some that are over.
 
-    Attributes: watched: weak references to the episodes whose block may be left from now on (`Episode.was_left`).
+    Attributes: watched: weak references to the episodes of `with` statements, and these `Statement`s.
     """
 
     def __init__(self) -> None:
         self._every: dict[ref[Any], None] = {}
-        self.watched: dict[ref[Any], None] = {}
+        self.watched: dict[ref[Any], Statement] = {}
 
     def __len__(self) -> int:
         return len(self._every)
 
     def __iter__(self) -> Iterator[Any]:
-        """The open episodes whose block was not left."""
-        return iter([episode for episode in self.every() if not episode.was_left])
+        """The open episodes, without those that were left."""
+        return iter([episode for episode in self.every() if not self.was_left(episode)])
 
     def every(self) -> list[Any]:
-        """All open episodes, also those whose block was left."""
-        return self._open(self._every)
+        """All open episodes, also those that were left."""
+        return self._open(list(self._every))
 
-    def add(self, episode: Any, *, watched: bool = False) -> None:
-        """Add an episode, and watch it if its block may be left, or was left already."""
-        reference = ref(episode, self.remove)
-        if watched:
-            self.watched[reference] = None
-        self._every[reference] = None
+    def was_left(self, episode: Any) -> bool:
+        """Whether the `with` statement of an open episode is over: the next call that writes ends the episode."""
+        return self.watched.get(ref(episode), unknown_statement)() is None
+
+    def abandoned(self) -> list[Any]:
+        """The open episodes that were left."""
+        references = []
+        for reference, statement in list(self.watched.items()):
+            if statement() is None or reference() is None:
+                references.append(reference)
+        return self._open(references) if references else []
+
+    def add(self, episode: Any, statement: Statement | None = None) -> None:
+        """Add an episode; see `watch`."""
+        if statement is not None:
+            self.watched[ref(episode)] = statement
+        # A function of Python's own takes it out: of what came while another one runs here, Ctrl-C say, nobody is told.
+        self._every[ref(episode, self._every.pop)] = None
 
     def remove(self, reference: ref[Any]) -> None:
-        """Remove an episode: it is over, or belongs to another folder now, or was collected."""
+        """Remove an episode: it is over, or belongs to another folder now."""
         self._every.pop(reference, None)
         self.watched.pop(reference, None)
 
-    def watch(self, episode: Any) -> None:
-        """Watch an episode, which may be left from now on: it has a block, or its caller has not got it yet."""
-        self.watched[ref(episode, self.remove)] = None
+    def watch(self, episode: Any, statement: Statement | None) -> None:
+        """Have an episode end with a `with` statement; None: not any more, as somebody holds it, or its end failed."""
+        if statement is None:
+            self.watched.pop(ref(episode), None)
+        else:
+            self.watched[ref(episode)] = statement
 
-    def trust(self, episode: Any) -> None:
-        """Stop watching an episode: its block ended, so it cannot be left any more."""
-        self.watched.pop(ref(episode), None)
-
-    def abandoned(self) -> list[Any]:
-        """The open episodes whose block was left. Only `watched` ones can be among them."""
-        return [episode for episode in self._open(self.watched) if episode.was_left]
-
-    def _open(self, episodes: dict[ref[Any], None]) -> list[Any]:
+    def _open(self, references: Iterable[ref[Any]]) -> list[Any]:
         """The episodes that are open in this folder; removes others, which an interruption may have left here."""
-        living = [episode for each in list(episodes) if (episode := each()) is not None]
-        for episode in living:
-            if episode.state != "open" or episode.writer.lock.episodes is not self:
-                self.remove(ref(episode))
-        return [episode for episode in living if ref(episode) in episodes]
+        episodes = []
+        for reference in references:
+            episode = reference()
+            if episode is not None and episode.state == "open" and episode.writer.lock.episodes is self:
+                episodes.append(episode)
+            else:
+                self.remove(reference)
+        return episodes

@@ -147,7 +147,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         opened, own = super().open_episodes, self._own.get(get_ident())
         if not isinstance(own, EpisodeGroup) or own.state != "open" or not own.episodes[0].writer.holds:
             return opened
-        entered = any(block.block_end is not None and block.thread == get_ident() for block in opened)
+        entered = any(block.in_block and block.thread == get_ident() for block in opened)
         return opened if entered else [own]
 
     def _opened(self) -> list[Episode]:

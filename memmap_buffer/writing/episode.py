@@ -1,11 +1,10 @@
 """An open episode: its timesteps, checked as they come, in memory until its writer takes them. Touches no file.
 
-`Block` is how an episode knows that its `with` block was left, `Staging` is the memory that its timesteps stand in.
+`Block` is what `with` takes, `Staging` is the memory that the timesteps of an episode stand in.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
@@ -14,12 +13,14 @@ from operator import itemgetter
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, overload
+from weakref import ref
 
 import numpy as np
 from numpy import ndarray
 
 from memmap_buffer.dtypes import Array, storage_dtype
 from memmap_buffer.errors import EpisodeStateError, SchemaError
+from memmap_buffer.format.open_episodes import Statement, ended_statement, unknown_statement
 from memmap_buffer.writing import validation
 from memmap_buffer.writing.blob_column import BlobColumn
 from memmap_buffer.writing.commit import require_room
@@ -35,19 +36,14 @@ CHUNK_BYTES = 4 << 20  # staged at a time by an episode that is written in place
 KEPT_BYTES = 64 << 20
 
 Leave: TypeAlias = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
-BlockEnd: TypeAlias = Callable[[], Leave | None]
-
-
-def interrupted_end() -> None:
-    """The `block_end` of a block whose end was interrupted."""
 
 
 class _Exit:
-    """The descriptor of `__exit__`: each access makes a new bound method, which only the `with` statement holds.
+    """The descriptor of `__exit__`: each look-up makes a new object, which only the `with` statement holds.
 
-    Ctrl-C may come before the first line of an `__exit__` runs. The traceback, which a notebook keeps, then holds the
-    frame and with it the block. It does not hold the bound method, which the `with` statement lets go of however it
-    ends. So a weak reference to the method tells whether the statement is over.
+    The statement lets go of it once the end of the block has run or was interrupted, be it before its first line. A
+    traceback, which a notebook keeps, holds the frames and with them the block, but not this object. It is a `partial`,
+    which a call holds as long as it lasts; a bound method may be taken apart before the first line of its function.
     """
 
     @overload
@@ -58,44 +54,44 @@ class _Exit:
         try:
             if block is None:
                 return kind.leave  # for `contextlib.ExitStack`, which asks the class: such blocks are not watched
-            leave = block.leave
-            block._asked = weakref.ref(leave)
+            leave = partial(kind.leave, block)
+            block._asked = ref(leave)
             return leave
         except BaseException:
             if block is not None:
-                block.block_end = interrupted_end  # the block is never entered
+                block.watch(ended_statement)  # the block is never entered
             raise
 
 
 class Block:
-    """A context manager that knows whether its block was left.
+    """A context manager whose episodes end with the `with` statement, however that is interrupted.
 
     Attributes:
-        block_end: a weak reference to the bound `leave` that the `with` statement holds as long as the block lasts;
-            None if there is no block, or while its end runs; `interrupted_end` if that did not run to its end.
         thread: the thread that entered the block.
     """
 
-    block_end: BlockEnd | None = None
     thread = 0
-    _asked: BlockEnd | None = None
+    _asked: Statement = staticmethod(unknown_statement)
 
     def __enter__(self) -> Self:
         try:
-            if self._asked is not None and self._asked() is not None:  # `with` looks up `__exit__` before it enters
-                self.block_end, self.thread = self._asked, get_ident()
+            self.thread = get_ident()
+            self.watch(self._statement)
             return self
         except BaseException:
-            self.block_end = interrupted_end
+            self.watch(ended_statement)
             raise
 
     __exit__ = _Exit()
 
     @property
-    def was_left(self) -> bool:
-        """Whether the block was left in this thread and its end did not run; another thread may be about to run it."""
-        asked = self.block_end  # read once: another thread may run the end at the same time
-        return asked is interrupted_end or (asked is not None and asked() is None and self.thread == get_ident())
+    def _statement(self) -> Statement:
+        """Of the `with` statement that is being entered: it has asked for the end of the block already."""
+        return unknown_statement if self._asked() is None else self._asked
+
+    def watch(self, statement: Statement | None) -> None:
+        """Have the episodes end with a `with` statement; None: not any more."""
+        raise NotImplementedError
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
         """The end of the block."""
@@ -112,7 +108,6 @@ class Episode(Block):
         writer: who publishes it.
         meta: what is known at the start.
         keep_partial: see above.
-        block_end: of the block that it was opened for, see `Block`.
 
     Attributes:
         writer: who publishes it; another one where its recorder has gone on to another folder.
@@ -129,21 +124,13 @@ class Episode(Block):
         thread: which opened it.
     """
 
-    def __init__(
-        self,
-        writer: Writer,
-        meta: Mapping[str, Any],
-        *,
-        keep_partial: bool = False,
-        block_end: BlockEnd | None = None,
-    ) -> None:
+    def __init__(self, writer: Writer, meta: Mapping[str, Any], *, keep_partial: bool = False) -> None:
         self.writer = writer
         self.state = "open"
         self._schema = writer.schema
         self._shows_steps = writer.how.publish == "step"
         self.staged = not writer.in_place
         self.keep_partial, self.thread = keep_partial, get_ident()
-        self._block_end = block_end
         self.length = 0
         self.base = 0
         self.columns: dict[str, Array] = {}
@@ -162,17 +149,13 @@ class Episode(Block):
             self.update(meta)
 
     @property
-    def block_end(self) -> BlockEnd | None:
-        """See `Block`; the writer looks at an episode that may be left."""
-        return self._block_end
+    def in_block(self) -> bool:
+        """Whether it ends with a `with` statement."""
+        return ref(self) in self.writer.lock.episodes.watched
 
-    @block_end.setter
-    def block_end(self, block_end: BlockEnd | None) -> None:
-        if block_end is not None:  # before, as it is to be seen whatever interrupts this
-            self.writer.lock.episodes.watch(self)
-        self._block_end = block_end
-        if block_end is None:
-            self.writer.lock.episodes.trust(self)
+    def watch(self, statement: Statement | None) -> None:
+        """Have it end with a `with` statement; None: not any more."""
+        self.writer.lock.episodes.watch(self, statement)
 
     def __repr__(self) -> str:
         number = "" if self.serial < 0 else f" {self.serial}"
@@ -391,10 +374,8 @@ class Episode(Block):
             self.release()
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """The end of its block. After an error of the disk it is still open; an interruption ends it, either way."""
+        """The end of its block. After an error of the disk it is still open; if interrupted, the next call ends it."""
         try:
-            self._block_end = None
-            self.writer.lock.episodes.trust(self)
             if self.state != "open":
                 return
             if kind is None:
@@ -404,16 +385,11 @@ class Episode(Block):
             else:
                 self.abort()
         except Exception:
+            self.watch(None)
             raise
         except BaseException:
-            self.settle()
+            self.watch(ended_statement)
             raise
-
-    def settle(self) -> None:
-        """End it in the middle of its end: "published" if anything of it is shown, else "aborted"."""
-        if self.state == "open":
-            self.block_end = interrupted_end  # should this be interrupted, too, the writer's next call does it
-            self.writer.settle(self)
 
     # Within
 

@@ -16,8 +16,9 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.open_episodes import Statement, ended_statement
 from memmap_buffer.schema import Field
-from memmap_buffer.writing.episode import Appended, Block, BlockEnd, Episode
+from memmap_buffer.writing.episode import Appended, Block, Episode
 from memmap_buffer.writing.rounds import Round
 from memmap_buffer.writing.staged_round import StagedRound
 from memmap_buffer.writing.steps import Steps
@@ -34,15 +35,12 @@ class EpisodeGroup(Block):
         writer: who publishes them.
         episodes: the members.
         size: B, where there are not so many yet.
-        block_end: of the block that they were opened for, see `Block`.
     """
 
-    def __init__(
-        self, writer: Writer, episodes: Sequence[Episode], *, size: int | None = None, block_end: BlockEnd | None = None
-    ) -> None:
+    def __init__(self, writer: Writer, episodes: Sequence[Episode], *, size: int | None = None) -> None:
         self.schema = writer.schema
         self.episodes = list(episodes)
-        self.block_end, self.thread = block_end, get_ident()
+        self.thread = get_ident()
         self._writer, self._limit = writer, writer.max_timesteps
         self._size = len(self.episodes) if size is None else size
         # What appends to several episodes together; None where that cannot be, or is to be seen.
@@ -58,6 +56,16 @@ class EpisodeGroup(Block):
     def state(self) -> str:
         """ "open" as long as one of them is, then "ended"."""
         return "open" if any(episode.state == "open" for episode in self.episodes) else "ended"
+
+    @property
+    def in_block(self) -> bool:
+        """Whether they end with a `with` statement."""
+        return any(episode.in_block for episode in self.episodes)
+
+    def watch(self, statement: Statement | None) -> None:
+        """Have them end with a `with` statement; None: not any more."""
+        for episode in self.episodes:
+            episode.watch(statement)
 
     def store(self, **batch: Any) -> None:
         """Append one timestep to every episode.
@@ -140,18 +148,16 @@ class EpisodeGroup(Block):
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """The end of its block, as for each of its episodes."""
         try:
-            for episode in self.episodes:
-                episode.block_end = None  # none of them is over as long as this runs
             self._settle_interrupted()
             if kind is None:
                 self.publish()
             for episode in self.episodes:
                 episode.leave(kind, error, trace)
         except Exception:
+            self.watch(None)
             raise
         except BaseException:
-            for episode in self.episodes:
-                episode.settle()
+            self.watch(ended_statement)
             raise
 
     def _encode(self, batch: Mapping[str, Any], fields: Mapping[str, Field], where: str) -> dict[str, Array]:

@@ -13,7 +13,8 @@ from numpy import ndarray
 from memmap_buffer.dtypes import Array, all_of
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.writing.episode import Episode, Scalars, interrupted_end
+from memmap_buffer.format.open_episodes import ended_statement
+from memmap_buffer.writing.episode import Episode, Scalars
 from memmap_buffer.writing.episode_group import EpisodeGroup
 from memmap_buffer.writing.steps import NEXT, Steps
 from memmap_buffer.writing.validation import add_defaults
@@ -294,7 +295,7 @@ class EpisodeStream(EpisodeGroup):
             self._cut[i] = episode, {name: steps.fields[name][steps.done, i].copy() for name in names}
 
     def _open(self) -> Episode:
-        return self._writer.open({}, block_end=interrupted_end) if self._begin is None else self._begin()
+        return self._writer.open({}, statement=ended_statement) if self._begin is None else self._begin()
 
     def complete(self) -> bool:
         """Give episodes that were cut their final observations; whether that of all of them was seen."""
@@ -353,7 +354,7 @@ class EpisodeStream(EpisodeGroup):
             if i == len(self.episodes) or self.episodes[i].state != "open":
                 self._meta_waits[i] = False  # of an episode that is over
                 self.episodes[i : i + 1] = [self._open()]
-                self.episodes[i].block_end = None  # until it stands there it is nobody's, and dropped by the next call
+                self.episodes[i].watch(None)  # until it stands there it is nobody's, and dropped by the next call
         if not self._sure:  # it went on in another folder, where others may be needed
             self._begin_where_needed()
             return

@@ -27,11 +27,12 @@ from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, ReadOnlyE
 from memmap_buffer.format.creation import discard_unfinished
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import WriterLock
+from memmap_buffer.format.open_episodes import Statement
 from memmap_buffer.format.records import CUT, DELETED, EXTENT, FINAL, GENERATION, INNER_END, OPEN, TERMINATED
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit, show
-from memmap_buffer.writing.episode import Appended, BlockEnd, Episode, Staging
+from memmap_buffer.writing.episode import Appended, Episode, Staging
 from memmap_buffer.writing.recovery import close_abandoned, count, take_over
 from memmap_buffer.writing.rounds import MappedFiles, Round
 from memmap_buffer.writing.slots import SlotAllocator
@@ -151,8 +152,10 @@ class Writer:
                 files.catch_up()
         if not self._settled:
             self._settle(files)
-        if self.lock.episodes.watched or self._dropped:
-            self._end_what_was_left(files)
+        episodes = self.lock.episodes
+        abandoned = episodes.abandoned() if episodes.watched else []
+        if abandoned or self._dropped:
+            self._end_what_was_left(files, abandoned)
         return files
 
     def _take_over(self) -> WriteHandles:
@@ -231,9 +234,9 @@ class Writer:
         if waits or not self.in_place:
             self._slot_writers.pop(reference)  # it is staged still, and its slot is free
 
-    def _end_what_was_left(self, files: WriteHandles) -> None:
-        """End episodes whose block was left in the middle of its end, or that nobody holds any more."""
-        for episode in self.lock.episodes.abandoned():
+    def _end_what_was_left(self, files: WriteHandles, abandoned: Iterable[Episode]) -> None:
+        """End open episodes whose `with` statement is over, and those that nobody holds any more."""
+        for episode in abandoned:
             self._end(files, ref(episode))
             self._drop(episode)
         while self._dropped:
@@ -322,15 +325,18 @@ class Writer:
     # Episodes
 
     def open(
-        self, meta: Mapping[str, Any], *, keep_partial: bool = False, block_end: BlockEnd | None = None
+        self, meta: Mapping[str, Any], *, keep_partial: bool = False, statement: Statement | None = None
     ) -> Episode:
-        """A new open episode. Raises BufferFullError or EpisodeStateError when it could not be published."""
+        """A new open episode, which ends with a `with` statement if it is given.
+
+        Raises BufferFullError, EpisodeStateError: it could not be published.
+        """
         with self.lock.turn:
             self._begin(publishing=True)
             self._require_room_for_another()
-            episode = Episode(self, meta, keep_partial=keep_partial, block_end=block_end)
+            episode = Episode(self, meta, keep_partial=keep_partial)
             try:
-                self.lock.episodes.add(episode, watched=block_end is not None)
+                self.lock.episodes.add(episode, statement)
                 return episode
             except BaseException:
                 self._close(episode, "aborted")  # whoever asked for it never gets it
@@ -507,16 +513,6 @@ class Writer:
                 self._change(partial(self._delete, np.array([slot_writer.slot])))
             self._drop(episode)
 
-    def settle(self, episode: Episode) -> None:
-        """End an episode in the middle of its end: published if any of it is shown, else dropped."""
-        with self.lock.turn, suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
-            if episode.writer is not self:
-                episode.writer.settle(episode)
-                return
-            if ref(episode) in self._slot_writers and self.lock.mine:
-                self._change(partial(self._end, reference=ref(episode)))
-            self._drop(episode)
-
     def _drop(self, episode: Episode) -> None:
         if episode.state == "open":
             self._close(episode, "aborted")
@@ -536,7 +532,7 @@ class Writer:
                 self.begin()  # one that is published may not be known to be
             other.staging = self.staging
             for episode in self.lock.episodes.every():
-                other.lock.episodes.add(episode, watched=episode.block_end is not None)
+                other.lock.episodes.add(episode, self.lock.episodes.watched.get(ref(episode)))
                 episode.serial, episode.writer = -1, other
                 self.lock.episodes.remove(ref(episode))
 

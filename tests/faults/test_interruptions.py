@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -403,6 +404,37 @@ def test_an_episode_within_an_exit_stack_ends_with_it(tmp_path):
             buffer.flush()
             episode["task"] = 2
         assert content(buffer) == [recorded(1)]
+
+
+def record_batch_by_handle(buffer: ReplayBuffer, value: int) -> None:
+    with buffer.begin_batch(1, task=[value + 1]) as group:
+        for t in range(2):
+            group.store(x=[10 * value + t])
+
+
+@pytest.mark.parametrize("way", [record, record_by_handle, record_batch, record_batch_by_handle])
+def test_an_episode_whose_block_was_left_before_the_first_line_of_its_end_is_over_for_every_call(
+    tmp_path, monkeypatch, way
+):
+    """Also for a thread that did not leave it, and as long as somebody keeps the traceback."""
+    buffer = make(tmp_path, stage="disk")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as error:  # noqa: PT011 it has no text
+        set_inside(patch, leave_scope=interrupt, leave_episode=interrupt, leave_group=interrupt)
+        way(buffer, 1)
+    assert buffer.open_episodes == []
+    with pytest.raises(EpisodeStateError, match="no episode is open"):
+        buffer.store(x=1)
+    with pytest.raises(EpisodeStateError, match="no batch is open"):
+        buffer.store_batch(x=[1])
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(way, buffer, 2).result()  # its slot is free
+    way(buffer, 3)
+    assert content(buffer) == [recorded(2), recorded(3)], error
+    assert open_episodes(buffer) == [] and verify(tmp_path) == []
 
 
 def test_lines_before_which_no_signal_is_looked_for_are_few_and_those_of_with_and_try():

@@ -154,11 +154,10 @@ def test_an_episode_that_another_folder_took_is_none_of_the_first_any_more() -> 
     mine, other = (SimpleNamespace(episodes=get_inside("open_episodes")()) for _ in range(2))
 
     class Moved:
-        state, was_left, writer = "open", True, SimpleNamespace(lock=mine)
+        state, writer = "open", SimpleNamespace(lock=mine)
 
     moved = Moved()
-    mine.episodes.add(moved)
-    mine.episodes.watch(moved)
+    mine.episodes.add(moved, get_inside("ended_statement"))
     assert mine.episodes.every() == mine.episodes.abandoned() == [moved]
     moved.writer = SimpleNamespace(lock=other)
     assert mine.episodes.abandoned() == mine.episodes.every() == []
