@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from operator import itemgetter
@@ -89,9 +89,20 @@ class Block:
         """Of the `with` statement that is being entered: it has asked for the end of the block already."""
         return unknown_statement if self._asked() is None else self._asked
 
+    @property
+    def _members(self) -> Sequence[Episode]:
+        """The episodes that end with it; none before they are opened."""
+        return ()
+
+    @property
+    def in_block(self) -> bool:
+        """Whether an episode of it ends with a `with` statement."""
+        return any(ref(episode) in episode.writer.lock.episodes.watched for episode in self._members)
+
     def watch(self, statement: Statement | None) -> None:
         """Have the episodes end with a `with` statement; None: not any more."""
-        raise NotImplementedError
+        for episode in self._members:
+            episode.writer.lock.episodes.watch(episode, statement)
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
         """The end of the block."""
@@ -149,13 +160,8 @@ class Episode(Block):
             self.update(meta)
 
     @property
-    def in_block(self) -> bool:
-        """Whether it ends with a `with` statement."""
-        return ref(self) in self.writer.lock.episodes.watched
-
-    def watch(self, statement: Statement | None) -> None:
-        """Have it end with a `with` statement; None: not any more."""
-        self.writer.lock.episodes.watch(self, statement)
+    def _members(self) -> Sequence[Episode]:
+        return (self,)
 
     def __repr__(self) -> str:
         number = "" if self.serial < 0 else f" {self.serial}"

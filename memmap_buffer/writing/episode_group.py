@@ -16,7 +16,7 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.open_episodes import Statement, ended_statement
+from memmap_buffer.format.open_episodes import ended_statement
 from memmap_buffer.schema import Field
 from memmap_buffer.writing.episode import Appended, Block, Episode
 from memmap_buffer.writing.rounds import Round
@@ -58,14 +58,8 @@ class EpisodeGroup(Block):
         return "open" if any(episode.state == "open" for episode in self.episodes) else "ended"
 
     @property
-    def in_block(self) -> bool:
-        """Whether they end with a `with` statement."""
-        return any(episode.in_block for episode in self.episodes)
-
-    def watch(self, statement: Statement | None) -> None:
-        """Have them end with a `with` statement; None: not any more."""
-        for episode in self.episodes:
-            episode.watch(statement)
+    def _members(self) -> Sequence[Episode]:
+        return self.episodes
 
     def store(self, **batch: Any) -> None:
         """Append one timestep to every episode.
