@@ -531,7 +531,7 @@ class ReplayBuffer(Recording, Readable):
             try:
                 if self._writer.holds:
                     self.end_episodes()
-                    if self._errors:  # TD errors of episodes that `sync_every` holds back
+                    if any(self._errors.values()):  # TD errors of episodes that `sync_every` holds back
                         self._writer.flush()
                         self._settle_errors()
                 self._close_priorities()

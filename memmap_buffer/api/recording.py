@@ -7,7 +7,7 @@ and the `Writer` publishes. Here it is found out which of them a call means. `Re
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
@@ -25,7 +25,7 @@ from memmap_buffer.format.open_episodes import Statement, ended_statement
 from memmap_buffer.writing import validation
 from memmap_buffer.writing.episode import Block, Episode
 from memmap_buffer.writing.episode_group import EpisodeGroup
-from memmap_buffer.writing.steps import Steps
+from memmap_buffer.writing.steps import Steps, Waiting
 from memmap_buffer.writing.vector_env import EpisodeStream
 from memmap_buffer.writing.writer import Writer
 
@@ -68,9 +68,6 @@ class Scope(Block, Generic[Opened]):
         """Whether its statement still runs, and the episode, or one of the batch, did not end before."""
         return self.statement() is not None and self.opened.state == "open"
 
-    def watch(self, statement: Statement | None) -> None:
-        """Nothing is open before it is entered."""
-
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """End the episode, or the batch; `store` means it no longer."""
         try:
@@ -79,36 +76,6 @@ class Scope(Block, Generic[Opened]):
             self._recording._scopes.pop(self.thread, None)
         if self._recording._publisher is not None:
             self._recording._finish_shard_if_due()
-
-
-class GivenErrors:
-    """TD errors of steps that are not published yet: name of the priorities -> open episode -> (t, error) pairs."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, dict[Any, list[tuple[int, float]]]] = {}
-
-    def __bool__(self) -> bool:
-        return any(self._waiting.values())
-
-    def add(self, name: str, episode: Any, t: int, error: float) -> None:
-        """Keep the error of step t of an episode, for the priorities `name`."""
-        self._waiting.setdefault(name, {}).setdefault(episode, []).append((t, error))
-
-    def settle(self, published: int, give: Callable[[str, IntArray, FloatArray], Any]) -> None:
-        """Hand over the errors of published episodes, and drop those of aborted ones.
-
-        Args:
-            published: episodes with a lower serial are published.
-            give: a function of a name, (B, 2) serials and steps, and (B,) errors.
-        """
-        for name, waiting in self._waiting.items():
-            ready = [episode for episode in waiting if 0 <= episode.serial < published or episode.state == "aborted"]
-            steps = [(episode.serial, *step) for episode in ready for step in waiting[episode] if episode.serial >= 0]
-            if steps:
-                serials, t, errors = zip(*steps, strict=True)
-                give(name, np.array([serials, t]).T, np.array(errors))
-            for episode in ready:
-                del waiting[episode]
 
 
 class Recording(Editing):
@@ -128,7 +95,7 @@ class Recording(Editing):
         # Thread -> its last one of `_begun`: this reference keeps it alive for `store`, if the user holds none.
         self._newest: dict[int, Episode] = {}
         self._let_stream_go()
-        self._errors = GivenErrors()
+        self._errors: dict[str, Waiting] = {}  # by the name of the priorities
 
     def _own_priorities(self, name: str) -> None:
         """Open the priorities of a name for writing. Raises BufferLockedError: another process owns them."""
@@ -293,8 +260,7 @@ class Recording(Editing):
                 errors = self._errors_given(priority, priority_name, (whole.length,), "(T,)")
             episode = self._writer_with_room().store(whole)
             if errors is not None:
-                for t, error in enumerate(errors.tolist()):
-                    self._errors.add(priority_name, episode, t, error)
+                self._errors.setdefault(priority_name, {})[episode] = [*enumerate(errors.tolist())]
                 self._settle_errors()
             self._finish_shard_if_due()
 
@@ -404,46 +370,42 @@ class Recording(Editing):
             stream = self._stream
             if priority is not None:
                 priority = self._priority(priority, values)
-            if not time and stream is not None:
-                went_on = stream.go_on(values) if priority is None else self._go_on(stream, values, priority, name)
-                if went_on:
-                    self._finish_shard_if_due()
-                    return
-            self._writer.require_writable()
-            steps = Steps(self._storage.layout.schema, values, time=time)
             try:
-                axes = "(T, B)" if time else "(B)"
-                errors = self._errors_given(priority, name, steps.ends.shape[not time :], axes)
-                stream = self._stream_of(steps.num_envs)
-                stream.lead = steps.lead - time
-                self._append(stream, steps, errors, name)
-            except OSError:
-                if self._stream is not None and steps.done < len(steps.ends):
-                    self._stream.interrupt(steps.ends[-1])
-                raise
+                went_on = False
+                if not time and stream is not None:
+                    went_on = stream.go_on(values) if priority is None else self._go_on(stream, values, priority, name)
+                if not went_on:
+                    self._append(values, priority, name, time=time)
+            finally:
+                if self._errors:
+                    self._settle_errors()
             self._finish_shard_if_due()
 
     def _go_on(self, stream: EpisodeStream, values: Mapping[str, Any], priority: Any, name: str) -> bool:
         """`EpisodeStream.go_on` for a timestep that is given with its errors; False: the slow way must be taken."""
-        size, before = len(stream), stream.num_added
         try:
-            errors = _errors_of(priority, (size,), "(B)")
+            errors = _errors_of(priority, (len(stream),), "(B)")
         except SchemaError:
             return False  # the slow way raises it, after the checks that come first
         self._own_priorities(name)
-        try:
-            return stream.go_on(values)
-        finally:
-            stored = stream.num_added - before
-            if stored:
-                recorded = range(size) if stored == size else stream.recorded.tolist()
-                self._keep_errors(name, [(stream.episodes[i], errors.item(i)) for i in recorded])
+        return stream.go_on(values, (self._errors.setdefault(name, {}), errors[None]))
 
-    def _keep_errors(self, name: str, last_steps: Iterable[tuple[Episode, float]]) -> None:
-        """Keep the errors of the last timesteps of these episodes, and hand over those that are published."""
-        for episode, error in last_steps:
-            self._errors.add(name, episode, episode.length - 1, error)
-        self._settle_errors()
+    def _append(self, values: dict[str, Any], priority: Any, name: str, *, time: bool) -> None:
+        """Append timesteps that may come with their errors, as they are given."""
+        self._writer.require_writable()
+        steps = Steps(self._storage.layout.schema, values, time=time)
+        try:
+            axes = "(T, B)" if time else "(B)"
+            errors = self._errors_given(priority, name, steps.ends.shape[not time :], axes)
+            if errors is not None:
+                steps.errors = self._errors.setdefault(name, {}), errors.reshape(steps.ends.shape)
+            stream = self._stream_of(steps.num_envs)
+            stream.lead = steps.lead - time
+            stream.extend(steps)
+        except OSError:
+            if self._stream is not None and steps.done < len(steps.ends):
+                self._stream.interrupt(steps.ends[-1])
+            raise
 
     def _stream_of(self, size: int) -> EpisodeStream:
         """The stream for `size` environments. Raises SchemaError: it runs with another number of them."""
@@ -469,20 +431,6 @@ class Recording(Editing):
                 with suppress(ValueError):  # values of a wrong shape, which would have been refused
                     stream.interrupt(np.reshape(to_numpy(flat.get(name, False)), (-1, len(stream)))[-1] != 0)
 
-    def _append(self, stream: EpisodeStream, steps: Steps, errors: FloatArray | None, name: str) -> None:
-        """Append timesteps; with errors one by one, so that errors are kept for exactly the steps that were stored."""
-        if errors is None:
-            stream.extend(steps)
-            return
-        for t, row in enumerate(errors.reshape(-1, len(stream))):
-            step = steps.part(t)
-            try:
-                stream.extend(step)
-            finally:
-                steps.done += step.done
-                stored = step.recorded.tolist() if step.done else ()
-                self._keep_errors(name, [(stream.episodes[i], row.item(i)) for i in stored])
-
     def _priority(self, priority: Any, values: dict[str, Any]) -> Any:
         """`priority`, or None if it is a field: then it is moved into `values`."""
         if priority is not None and "priority" in self._storage.layout.schema.all:
@@ -501,8 +449,16 @@ class Recording(Editing):
         return errors
 
     def _settle_errors(self) -> None:
-        """Hand over the errors of steps that were published meanwhile."""
-        self._errors.settle(self._storage.state("next"), self._give_errors)
+        """Hand over the errors of steps that were published meanwhile, and drop those of aborted episodes."""
+        published = self._storage.state("next")
+        for name, waiting in self._errors.items():
+            ready = [episode for episode in waiting if 0 <= episode.serial < published or episode.state == "aborted"]
+            steps = [(episode.serial, *step) for episode in ready for step in waiting[episode] if episode.serial >= 0]
+            if steps:
+                serials, t, errors = zip(*steps, strict=True)
+                self._give_errors(name, np.array([serials, t]).T, np.array(errors))
+            for episode in ready:
+                del waiting[episode]
 
     def _new_stream(self, size: int) -> EpisodeStream:
         """A stream of episodes for `size` environments."""

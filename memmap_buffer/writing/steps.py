@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from copy import copy
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from memmap_buffer.dtypes import Array, to_numpy
+from memmap_buffer.dtypes import Array, FloatArray, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import LENGTHS, Schema
 from memmap_buffer.writing.validation import add_defaults
 
 NEXT = "next_"
-_GIVEN = "fields", "meta", "following"  # of `Steps`
+# TD errors of steps that are not published yet: episode -> (t, error) pairs.
+Waiting: TypeAlias = dict[Any, list[tuple[int, float]]]
+# (T, B) TD errors that timesteps are given with, and before them where those of steps that are stored are kept.
+Errors: TypeAlias = tuple[Waiting, FloatArray]
 
 
 class Steps:
@@ -36,10 +38,13 @@ class Steps:
         done: how many of the timesteps a stream has stored.
         recorded: the environments of which the last of them was one of an episode.
         over: (B,) of which environments it ended one.
+        errors: the TD errors that they are given with, if any.
 
     Raises:
         SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.
     """
+
+    errors: Errors | None = None
 
     def __init__(self, schema: Schema, values: Mapping[str, Any], *, time: bool) -> None:
         self.done = 0
@@ -65,10 +70,12 @@ class Steps:
         self._find_ends(schema)
 
     @classmethod
-    def of(cls, schema: Schema, columns: Mapping[str, Array], meta: Mapping[str, Array]) -> Steps:
+    def of(
+        cls, schema: Schema, columns: Mapping[str, Array], meta: Mapping[str, Array], errors: Errors | None = None
+    ) -> Steps:
         """A timestep, of every field as (B, *field), and `next_<field>` where given; meta fields alike."""
         steps = cls.__new__(cls)
-        steps.done, steps.meta = 0, {name: values[None] for name, values in meta.items()}
+        steps.done, steps.errors, steps.meta = 0, errors, {name: values[None] for name, values in meta.items()}
         steps.fields = {name: columns[name][None] for name in schema.fields}
         steps.following = {
             name.removeprefix(NEXT): columns[name][None] for name in columns.keys() - steps.fields.keys()
@@ -89,13 +96,13 @@ class Steps:
     def num_envs(self) -> int:
         return self._axes[1]
 
-    def part(self, t: int) -> Steps:
-        """A single timestep of them."""
-        part, here = copy(self), slice(t, t + 1)
-        part.done, part._axes, part.ends = 0, (1, self.num_envs), self.ends[here]
-        for name in _GIVEN:
-            setattr(part, name, {field: rows[here] for field, rows in getattr(self, name).items()})
-        return part
+
+def keep_errors(errors: Errors, episodes: Sequence[Any], chosen: Iterable[int], steps: slice) -> None:
+    """Keep the errors of the last timesteps of some environments' episodes: `steps` of those that were given."""
+    waiting, values = errors
+    for i in chosen:
+        kept = values[steps, i].tolist()
+        waiting.setdefault(episodes[i], []).extend(enumerate(kept, episodes[i].length - len(kept)))
 
 
 def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:

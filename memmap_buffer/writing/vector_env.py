@@ -16,7 +16,7 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.open_episodes import ended_statement
 from memmap_buffer.writing.episode import Episode, Scalars
 from memmap_buffer.writing.episode_group import EpisodeGroup
-from memmap_buffer.writing.steps import NEXT, Steps
+from memmap_buffer.writing.steps import NEXT, Errors, Steps, keep_errors
 from memmap_buffer.writing.validation import add_defaults
 from memmap_buffer.writing.writer import Writer
 
@@ -157,6 +157,8 @@ class EpisodeStream(EpisodeGroup):
             finally:  # also after an error, where the step is stored
                 if steps.done > start:
                     self.num_added += (steps.done - start) * len(steps.recorded)
+                    if steps.errors is not None:
+                        keep_errors(steps.errors, self.episodes, steps.recorded.tolist(), slice(start, steps.done))
                     over[:] = False
                     over[steps.recorded] = steps.ends[steps.done - 1, steps.recorded]
                     self._following = {name: rows[steps.done - 1].copy() for name, rows in steps.following.items()}
@@ -181,7 +183,7 @@ class EpisodeStream(EpisodeGroup):
                 return
         self._looks *= self._linked is not False  # of who gives something else as seen next nothing is known
 
-    def go_on(self, step: Mapping[str, Any]) -> bool:
+    def go_on(self, step: Mapping[str, Any], errors: Errors | None = None) -> bool:
         """Append one timestep that is given as it is to be stored; False where that is not so, and nothing was done."""
         looks = self._looks and self._following
         if self._skips_resets and not (self._cut or looks) and self._missing is None and all_of(self.over):
@@ -192,11 +194,13 @@ class EpisodeStream(EpisodeGroup):
             return False
         columns, meta = encoded
         if self._cut or self._missing is not None or not self._append_to_all(columns):
-            self.extend(Steps.of(self.schema, columns, meta))
+            self.extend(Steps.of(self.schema, columns, meta, errors))
             return True
         if meta:
             self._keep_meta(meta, ...)
         self.num_added += self._size
+        if errors is not None:
+            keep_errors(errors, self.episodes, range(self._size), slice(None))
         finals = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
         self._following = {name: columns[NEXT + name].copy() for name in finals}
         self._missing = None

@@ -1577,6 +1577,13 @@ def test_a_step_that_is_shown_at_once_has_its_priority_at_once_and_others_the_hi
     np.testing.assert_allclose(buffer.priorities([[0, t] for t in range(3)]), np.array([3, 3, 0.5]) ** 0.6, rtol=1e-5)
 
 
+def test_errors_count_as_soon_as_a_step_without_one_ends_their_episode(tmp_path):
+    buffer = of_envs(tmp_path)
+    buffer.add(reward=0, terminated=False, priority=3.0)
+    buffer.add(reward=0, terminated=True)
+    np.testing.assert_allclose(buffer.priorities([[0, 0]]), [3**0.6], rtol=1e-5)
+
+
 @pytest.mark.parametrize("publish", ["episode", "step"])
 def test_the_error_of_a_reset_that_is_left_out_is_of_no_step(tmp_path, publish):
     buffer = of_envs(tmp_path, publish=publish, skips_resets=True, spare_slots=2)
