@@ -34,8 +34,8 @@ class SlotAllocator:
         layout: the sizes.
         table: the episodes at the start.
         following: the next serial.
-        rounds: (slots,) in which the last step of each was published; default: as if they had followed one another.
-        path: of the folder, for the log.
+        rounds: (slots,) in which the last step of each was published.
+        path: of the folder, for errors and the log.
 
     Attributes:
         circular: whether there is always room.
@@ -52,18 +52,13 @@ class SlotAllocator:
             good, as newer ones may leave before older ones.
     """
 
-    def __init__(
-        self, layout: Layout, table: EpisodeTable, following: int, rounds: IntArray | None = None, path: object = ""
-    ) -> None:
+    def __init__(self, layout: Layout, table: EpisodeTable, following: int, rounds: IntArray, path: object) -> None:
         self._path, self._warned, self.circular = path, False, layout.circular
         self._max_episodes, self._capacity = layout.max_episodes, layout.capacity
         self.next = following
         self.steps = table.steps
         self.serial, self.start, self.stop = table.serial.copy(), table.start.copy(), table.length.copy()
-        if rounds is None:
-            rounds = np.zeros(layout.slots, np.int64)
-            rounds[table.visible] = np.cumsum(table.length[table.visible])
-        self._last = rounds.copy()
+        self._last = rounds
         self.retired: list[int] = []
         self.hides = layout.capacity is not None
         self.round = int(rounds[table.visible].max(initial=-1)) + 1
@@ -115,7 +110,7 @@ class SlotAllocator:
             self._count + episodes <= self._max_episodes and (limit is None or self.steps + steps <= limit)
         )
 
-    def require_room(self, path: object, episodes: int, steps: int) -> None:
+    def require_room(self, episodes: int, steps: int) -> None:
         """Raise BufferFullError unless so many more fit."""
         if self.has_room(episodes, steps):
             return
@@ -125,7 +120,8 @@ class SlotAllocator:
         else:
             what = f"{self.steps} timesteps are published, {steps} more would pass capacity={self._capacity}"
         raise BufferFullError(
-            f"{path} is full: {what}; create it with circular=True to overwrite the oldest, or larger, or clear() it"
+            f"{self._path} is full: {what}; create it with circular=True to overwrite the oldest, or larger, or "
+            "clear() it"
         )
 
     def show(self, serial: int, slot: int, length: int, *, alone: bool = True) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 import numpy as np
 
@@ -117,7 +117,6 @@ class Writer:
         self._slots: SlotAllocator
         self._slot_writers: dict[ref[Episode], SlotWriter] = {}  # of open episodes
         self._dropped: list[ref[Episode]] = []  # of these, those that nobody holds any more, or that are over
-        self._last_cut: WeakKeyDictionary[Episode, SlotWriter] = WeakKeyDictionary()
         self._pending: list[SlotWriter] = []  # in the order of their serials
         self._showing: list[SlotWriter] = []  # of a step of several episodes, the first ones
         self._rounds: WeakSet[Round] = WeakSet()  # what appends to several episodes together
@@ -351,7 +350,7 @@ class Writer:
         for episode in self.lock.episodes:
             slot_writer = self._slot_writers.get(ref(episode))
             waiting += slot_writer is None or not slot_writer.published
-        self._slots.require_room(self.storage.path, waiting + 1, 1)
+        self._slots.require_room(waiting + 1, 1)
         self.require_spare_slots(1)
 
     @property
@@ -458,15 +457,11 @@ class Writer:
             self._rewrite(rewrites, files)
         if len(self._pending) >= self.how.sync_every or any([each.published for each in self._pending]):
             self._commit_pending(files)
-        self._close_published(episodes, slot_writers, cut, files)
+        self._close_published(episodes, slot_writers, files)
         return start + len(episodes)
 
     def _close_published(
-        self,
-        episodes: Sequence[Episode],
-        slot_writers: Sequence[SlotWriter],
-        cut: Mapping[Episode, bool],
-        files: WriteHandles,
+        self, episodes: Sequence[Episode], slot_writers: Sequence[SlotWriter], files: WriteHandles
     ) -> None:
         """Episodes that were published, or are to be with others, are over."""
         for episode, slot_writer in zip(episodes, slot_writers, strict=True):
@@ -474,8 +469,6 @@ class Writer:
                 self._give_up_if_empty(files, slot_writer.slot)
             slot_writer.state = "published"
             self._close(episode, "published")
-            if cut[episode] and not episode.finals:
-                self._last_cut[episode] = slot_writer
             self._slot_writers.pop(ref(episode))
         if self._given_up:
             self._give_back(files)
@@ -493,12 +486,10 @@ class Writer:
         self._change(partial(self._complete, episode, finals))
 
     def _complete(self, episode: Episode, finals: Mapping[str, Array], files: WriteHandles) -> None:
-        slot_writer = self._last_cut.get(episode)
         self._commit_pending(files)
-        if slot_writer is not None and slot_writer.published:
-            slot, serial = np.array([[slot_writer.slot], [slot_writer.serial]])
-            if self.storage.refresh().shows(slot, serial)[0]:
-                self._rewrite([redo.plan_update(files, slot_writer.slot, {}, {}, finals)], files)
+        table = self.storage.refresh()
+        slots = table.visible[table.of(table.serial, table.visible) == episode.serial]
+        self._rewrite([redo.plan_update(files, slot, {}, {}, finals) for slot in slots.tolist()], files)
 
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
@@ -633,7 +624,7 @@ class Writer:
         self.lock.glance(self.storage)
         slots = joint.slots
         if not self._slots.circular:
-            self._slots.require_room(self.storage.path, 0, len(slots))
+            self._slots.require_room(0, len(slots))
         if joint.room <= 0:
             joint.prepare()
         try:
@@ -702,7 +693,7 @@ class Writer:
             if not first:
                 added -= slot_writer.num_published
             if not self._slots.circular:
-                self._slots.require_room(self.storage.path, new + first, added + waiting)
+                self._slots.require_room(new + first, added + waiting)
             if first:
                 if meta:
                     slot_writer.write_meta(meta)

@@ -79,7 +79,9 @@ class Ring:
     def __init__(self, capacity: int, max_episodes: int) -> None:
         layout = Layout(Schema({"x": "int"}), max_episodes, 50, spare_slots=9, circular=True, capacity=capacity)
         words = [np.zeros(layout.slots, kind) for kind in ("u8", "i8", "i8", "i8", "u8", "u4", "?")]
-        self.slots = SlotAllocator(layout, EpisodeTable(0, 0, *words, np.empty(0, np.int64)), 0)
+        self.slots = SlotAllocator(
+            layout, EpisodeTable(0, 0, *words, np.empty(0, np.int64)), 0, np.zeros(layout.slots, np.int64), ""
+        )
         self.capacity, self.max_episodes = capacity, max_episodes
         self.published: list[tuple[int, int]] = []
         self.left: dict[tuple[int, int], range] = {}  # of each episode, the steps that are shown
