@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
@@ -68,10 +67,10 @@ class Scope(Block, Generic[Opened]):
         """Whether its statement still runs, and the episode, or one of the batch, did not end before."""
         return self.statement() is not None and self.opened.state == "open"
 
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def leave(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the episode, or the batch; `store` means it no longer."""
         try:
-            self.opened.leave(kind, error, trace)
+            self.opened.leave(kind)
         finally:
             self._recording._scopes.pop(self.thread, None)
         if self._recording._publisher is not None:

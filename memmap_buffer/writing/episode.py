@@ -11,7 +11,6 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from operator import itemgetter
 from threading import get_ident
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, overload
 from weakref import ref
 
@@ -35,7 +34,7 @@ FIRST_CAPACITY = 64
 CHUNK_BYTES = 4 << 20  # staged at a time by an episode that is written in place, and at first by any other
 KEPT_BYTES = 64 << 20
 
-Leave: TypeAlias = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]
+Leave: TypeAlias = Callable[[type[BaseException] | None, object, object], None]
 
 
 class _Exit:
@@ -104,8 +103,8 @@ class Block:
         for episode in self._members:
             episode.writer.lock.episodes.watch(episode, statement)
 
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
-        """The end of the block."""
+    def leave(self, kind: type[BaseException] | None, *_: object) -> None:
+        """The end of the block, with the kind of the exception that left it, if one did."""
         raise NotImplementedError
 
 
@@ -237,10 +236,9 @@ class Episode(Block):
             self.set_final({name: columns[name][count] for name in self._schema.final_names})
 
     def _extend(self, rows: Mapping[str, Array], count: int) -> None:
-        """Append timesteps that are encoded already: every field -> (count, *field), ended by the last of them at most.
+        """Append timesteps that are encoded already: every field -> (count, *field); only the last one may end it.
 
-        Where every step is shown they are written as they are; of any other episode that is written in place as many
-        are stored at a time as are staged.
+        With `publish="step"` they are written at once; with `stage="disk"` part by part, as they fill the memory.
         """
         if self._shows_steps:
             self.writer.append([self.to_append(rows, count)])
@@ -379,7 +377,7 @@ class Episode(Block):
             self.writer.withdraw(self)
             self.release()
 
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def leave(self, kind: type[BaseException] | None, *_: object) -> None:
         """The end of its block. After an error of the disk it is still open; if interrupted, the next call ends it."""
         try:
             if self.state != "open":
@@ -468,7 +466,7 @@ class Episode(Block):
         return max(FIRST_CAPACITY if self.staged else 1, CHUNK_BYTES // step)
 
     def stand_in(self, columns: dict[str, Array]) -> None:
-        """Have its rows, from timestep `base` on, in memory of somebody else."""
+        """Have its rows, from timestep `base` on, in arrays that it shares with other episodes (`StagedRound`)."""
         self.columns, self._plan, self.capacity, self._stop = columns, [], 0, 0
 
     def release(self) -> None:

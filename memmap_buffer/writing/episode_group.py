@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from threading import get_ident
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -139,14 +138,14 @@ class EpisodeGroup(Block):
         for episode in self.episodes:
             episode.abort()
 
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def leave(self, kind: type[BaseException] | None, *_: object) -> None:
         """The end of its block, as for each of its episodes."""
         try:
             self._settle_interrupted()
             if kind is None:
                 self.publish()
             for episode in self.episodes:
-                episode.leave(kind, error, trace)
+                episode.leave(kind)
         except Exception:
             self.watch(None)
             raise

@@ -1,9 +1,9 @@
 """The writer's own account of its slots: which are visible, which are being written, which may be written. No I/O.
 
-With a `capacity` the steps are forgotten in the order in which they were published: an entry for each of them tells
-whose it is. The records keep less of that order. A vector's step is one round, and a step that is published alone is
-one, too; to the next writer the step t of an episode whose last step was published in round r is of round
-r - (length - 1 - t), and of one round the episodes with lower serials come first.
+With a `capacity` the steps are forgotten in the order in which they were published: this writer has an entry for each
+of them, which tells whose it is. The records keep that order for the next writer, by rounds: a step of all environments
+is one round, and so is a step that is published alone. Of an episode whose last step was published in round r, step t
+counts as published in round r - (length - 1 - t); of the same round, the episode with the lower serial comes first.
 """
 
 from __future__ import annotations

@@ -113,24 +113,24 @@ class Writer:
         self.in_place = how.in_place
         self.no_meta = {name: field.fill for name, field in self.schema.meta_fields.items()}
         self.lock = lock
-        self._files: WriteHandles | None = None
+        self._files: WriteHandles | None = None  # once it has the lock
         self._slots: SlotAllocator
-        self._slot_writers: dict[ref[Episode], SlotWriter] = {}  # of open episodes
-        self._dropped: list[ref[Episode]] = []  # of these, those that nobody holds any more, or that are over
-        self._pending: list[SlotWriter] = []  # in the order of their serials
-        self._showing: list[SlotWriter] = []  # of a step of several episodes, the first ones
-        self._rounds: WeakSet[Round] = WeakSet()  # what appends to several episodes together
+        self._slot_writers: dict[ref[Episode], SlotWriter] = {}  # of open episodes that have a slot
+        self._dropped: list[ref[Episode]] = []  # keys of these: the episode was collected, or is over
+        self._pending: list[SlotWriter] = []  # written, and waiting for the next commit, in the order of their serials
+        self._showing: list[SlotWriter] = []  # what a commit is showing of one step of several episodes
+        self._rounds: WeakSet[Round] = WeakSet()  # each appends to several episodes together
         self.staging = Staging()  # of all episodes
-        self._settled = True
+        self._settled = True  # whether the last change ran to its end, or `_settle` did after it
         self._closed = False
         self._given_up: list[int] = []  # slots whose space is given back once readers were told
-        self._mapped: tuple[MappedFiles | None, ...] = ()  # once it was looked whether stores may go to maps
+        self._mapped: tuple[MappedFiles | None, ...] = ()  # (the maps to store to, if that may be), once it was looked
 
     def begin(self, *, publishing: bool = False) -> WriteHandles:
         """The open files, with nothing left half done; takes the lock at the first call.
 
-        Args: publishing: for episodes and timesteps alone. Before these the path is looked at 20 times a second
-            at most, but with durability "power" each time.
+        Args: publishing: what follows only publishes, and changes nothing that is visible. Then it is looked 20 times a
+            second at most whether the folder still stands at its path; with durability "power" each time.
 
         Raises:
             ReadOnlyError: the buffer only reads.
@@ -177,6 +177,7 @@ class Writer:
             return self._carry_out(work, self._begin(publishing))
 
     def _carry_out(self, work: Callable[[WriteHandles], T], files: WriteHandles) -> T:
+        """`_change` for a caller that has the turn, and `_begin` behind it."""
         try:
             self._settled = False
             done = work(files)
@@ -382,6 +383,7 @@ class Writer:
             return self._carry_out(partial(self._store, whole), files)
 
     def _store(self, whole: Whole, files: WriteHandles) -> SlotWriter:
+        """Write a whole episode to a free slot, and commit it, or have it wait for `sync_every` of them."""
         columns, length, has_final, meta = whole
         flags, ended = FINAL * has_final, ""
         for name in self.schema.ends:
