@@ -100,9 +100,10 @@ class Steps:
 def keep_errors(errors: Errors, episodes: Sequence[Any], chosen: Iterable[int], steps: slice) -> None:
     """Keep the errors of the last timesteps of some environments' episodes: `steps` of those that were given."""
     waiting, values = errors
+    by_environment = values[steps].T.tolist()
     for i in chosen:
-        kept = values[steps, i].tolist()
-        waiting.setdefault(episodes[i], []).extend(enumerate(kept, episodes[i].length - len(kept)))
+        episode, kept = episodes[i], by_environment[i]
+        waiting.setdefault(episode, []).extend(enumerate(kept, episode.length - len(kept)))
 
 
 def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:
