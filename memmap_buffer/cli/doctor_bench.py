@@ -105,7 +105,7 @@ def _of_url(url: str, seconds: float, options: str | None) -> Iterator[Remark]:
     yield Remark("epoch", f"{_duration(store.epoch())} with shuffle='block', the first time; then as from a folder")
     sample, blocks = store.sample(BATCH), store.blocks_of(BATCH)
     slow = "until the cache has most of the data; use shuffle='block' for the first epochs, or `pull` it"
-    result = f"{sample:.2g} s, {blocks:,.0f} blocks of {store.block_bytes >> 10} KiB for {BATCH} timesteps"
+    result = f"{sample:.2g} s, {bytes_of(sum(size * count for size, count in blocks.items()))} for {BATCH} timesteps"
     yield Remark("random sample", result, slow if sample > SLOW_SAMPLE else "")
     yield _cache(store)
 

@@ -8,6 +8,7 @@ or `maintenance.garbage` removes them, which tells how the two go together.
 from __future__ import annotations
 
 import errno
+import json
 import math
 import re
 import shutil
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +39,7 @@ from memmap_buffer.maintenance.verification import verify
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.progress import progress
 from memmap_buffer.remote.layout import (
+    BLOCK_SIZES,
     BLOCKS_FILE,
     DATA,
     ENTRIES,
@@ -58,6 +61,7 @@ from memmap_buffer.remote.layout import (
     is_shard_name,
     joined_name,
     make_head,
+    sizes_of_blocks,
     version_of,
 )
 from memmap_buffer.remote.objects import Objects
@@ -252,13 +256,15 @@ def locked(folder: Folder, seconds: float = 0.0) -> Iterator[None]:
 def _described(packed: Path) -> tuple[Shard, bytes, Contents, FileMarks]:
     """The facts about a packed folder, its head, what its objects have in them, and what its files were like."""
     storage = Storage.open(packed, read_only=True, verify="never")
-    files = DataFiles(storage.layout)
+    sizes = json.dumps(sizes_of_blocks(storage.layout)).encode()
+    files = DataFiles(storage.layout, sizes)
     marks = {file: storage.folder.marks(file) for file in files.sizes}
-    head = _head(storage)
-    digests = np.fromiter(progress(_digests(storage.folder, files), "reading", files.count), np.dtype("<u8"))
+    head = _head(storage, sizes)
+    groups = list(progress(_digests(storage.folder, files), "reading", len(files.groups)))
+    digests = np.array([*chain(*(blocks for blocks, _ in groups)), *(whole for _, whole in groups)], np.dtype("<u8"))
     shard = _shard(storage, files, head, digests)
     contents: Contents = {file: packed / file for file in files.sizes}
-    contents |= {BLOCKS_FILE: blocks_file(files.count).header + digests.tobytes(), HEAD: head}
+    contents |= {BLOCKS_FILE: blocks_file(files.num_digests).header + digests.tobytes(), HEAD: head}
     return shard, head, contents, marks
 
 
@@ -315,22 +321,30 @@ def _send(
     return len(missing), replaced
 
 
-def _head(storage: Storage) -> bytes:
-    """All files but those of data."""
+def _head(storage: Storage, sizes: bytes) -> bytes:
+    """All files but those of data. Args: sizes: the content of `blocks.json`."""
     folder = storage.folder
     names = [array.name for array in storage.layout.arrays.values() if not array.name.startswith(DATA)]
     names = ["schema.json", *names, *(f"extra/{name}" for name in folder.list("extra"))]
     if bad := [name for name in names if not is_head_file(name)]:
         raise SchemaError(f"{bad[0]}: got a name with more than letters, digits, '.', '_' and '-'; rename or remove it")
-    return make_head({name: folder.read(name, MAX_HEAD_BYTES) for name in names})
+    return make_head({name: folder.read(name, MAX_HEAD_BYTES) for name in names} | {BLOCK_SIZES: sizes})
 
 
-def _digests(folder: Folder, files: DataFiles) -> Iterator[int]:
-    """The digest of each block."""
+def _digests(folder: Folder, files: DataFiles) -> Iterator[tuple[list[int], int]]:
+    """(the digests of its blocks, its own) of each group."""
     for name, size in files.sizes.items():
+        block = files.block[name]
         with folder.reading(name) as (fd, _):
             for first in range(0, size, BLOCK):
-                yield block_digest(read_at(fd, min(BLOCK, size - first), first))
+                data = memoryview(read_at(fd, min(BLOCK, size - first), first))
+                whole = block_digest(data)
+                each = (
+                    [block_digest(data[i : i + block]) for i in range(0, len(data), block)]
+                    if block < BLOCK
+                    else [whole]
+                )
+                yield each, whole
 
 
 def _shard(storage: Storage, files: DataFiles, head: bytes, digests: Array) -> Shard:

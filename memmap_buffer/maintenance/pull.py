@@ -21,12 +21,12 @@ from memmap_buffer.maintenance.publish import locked
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.progress import progress
 from memmap_buffer.remote.cache import Cache, fetched
-from memmap_buffer.remote.layout import PIECE, ROOT, Root, Shard, num_blocks
+from memmap_buffer.remote.layout import BLOCK_SIZES, PIECE_BYTES, ROOT, Root, Shard, num_blocks
 from memmap_buffer.remote.objects import Objects
 from memmap_buffer.remote.published import Published, nothing_at, read_root, read_shard, require_digests
 from memmap_buffer.remote.shards import CACHE
 
-BATCH = 16 * PIECE  # blocks that are requested at a time
+BATCH_BYTES = 16 * PIECE_BYTES  # of a file, which are requested at a time
 
 
 def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> dict[str, Shard]:
@@ -123,7 +123,7 @@ def _require_no_parts(objects: Objects, root: Root, place: Folder) -> None:
 def pull_shard(published: Published, path: Path) -> None:
     """Copy one shard to a folder, as `pull` does."""
     layout, files = published.open()
-    schema = files.pop("schema.json")
+    schema, _ = files.pop("schema.json"), files.pop(BLOCK_SIZES, None)
     folder = Folder(path)
     folder.create()
     with folder.kept_open() as target, locked(target):
@@ -170,18 +170,18 @@ def _pull_blocks(published: Published, target: Folder) -> Iterator[None]:
     require_digests([published])  # before: in a check they would wait for room that the checked block takes
     arrays = {array.name: array for array in published.layout.arrays.values()}
     for name, first in published.files.first.items():
-        array, stop = arrays[name], first + num_blocks(arrays[name].size)
-        is_new = _make(target, array)
+        array, block = arrays[name], published.files.block[name]
+        is_new, stop = _make(target, array), first + num_blocks(array.size, block)
         with target.writing(name, array.header, array.size) as fd:
-            for begin in range(first, stop, BATCH):
-                blocks = range(begin, min(begin + BATCH, stop))
+            for begin in range(first, stop, BATCH_BYTES // block):
+                blocks = range(begin, min(begin + BATCH_BYTES // block, stop))
                 missing = [block for block in blocks if is_new or not _is_whole(published, fd, block)]
                 _fetch(published, missing, fd)
                 yield from (None for _ in blocks)
 
 
 def _fetch(published: Published, blocks: Sequence[int], fd: int) -> None:
-    pieces = list(published.files.pieces(blocks))
+    pieces = published.files.pieces(blocks)
     ranges = [published.range_of(piece) for piece in pieces]
     for i, data in published.objects.stream(ranges, lambda i, data: published.is_right(pieces[i], data)):
         write_all(fd, data, ranges[i][1])
@@ -201,4 +201,4 @@ def _make(target: Folder, array: ArrayFile) -> bool:
 
 def _is_whole(published: Published, fd: int, block: int) -> bool:
     _, first, stop = published.files.place(block)
-    return published.is_right(range(block, block + 1), read_at(fd, stop - first, first))
+    return published.is_right([block], read_at(fd, stop - first, first))

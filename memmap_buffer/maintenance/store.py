@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from memmap_buffer.errors import RemoteError
-from memmap_buffer.format.source import BLOCK, WINDOWS
+from memmap_buffer.format.source import WINDOWS
 from memmap_buffer.loading.epochs import WINDOW_BYTES
 from memmap_buffer.maintenance.pull import shards_of
 from memmap_buffer.paths import url_of
-from memmap_buffer.remote.layout import PIECE
+from memmap_buffer.remote.layout import PIECE_BYTES
 from memmap_buffer.remote.objects import IN_FLIGHT, NO_RANGES, Objects, Range
 from memmap_buffer.remote.published import Published
 from memmap_buffer.remote.shards import CACHE
@@ -39,13 +39,12 @@ class Store:
         bandwidth: bytes a second, many requests at a time.
         files: data file -> its bytes, all shards together: estimated from the largest shard by the number of timesteps.
         at_once: the number of requests that readers make at a time.
-        block_bytes: the bytes of the blocks that readers fetch.
+        block_bytes: data file -> the bytes of its blocks, which readers fetch.
         cache_place: the default folder of the cache.
         read_ahead: the bytes that readers read ahead; with a smaller cache `shuffle="block"` mixes less.
     """
 
     at_once: ClassVar[int] = IN_FLIGHT
-    block_bytes: ClassVar[int] = BLOCK
     cache_place: ClassVar[str] = CACHE
     read_ahead: ClassVar[int] = WINDOWS * WINDOW_BYTES
 
@@ -58,6 +57,7 @@ class Store:
     requests: float = 0.0
     bandwidth: float = 0.0
     files: Mapping[str, float] | None = None
+    block_bytes: Mapping[str, int] | None = None
 
     def seconds(self, trips: int, num_bytes: float, requests: float) -> float:
         """The seconds that a fetch takes, if some requests must be answered before the others are made.
@@ -75,22 +75,26 @@ class Store:
         return sum((self.files or {}).values())
 
     def epoch(self) -> float:
-        """The seconds of an epoch of `shuffle="block"` with an empty cache: digests, then pieces of `PIECE` blocks."""
-        return self.seconds(2, self.data_bytes, self.data_bytes / (PIECE * BLOCK))
+        """The seconds of an epoch of `shuffle="block"` with an empty cache: digests, then pieces of `PIECE_BYTES`."""
+        return self.seconds(2, self.data_bytes, self.data_bytes / PIECE_BYTES)
 
     def first_batch(self) -> float:
         """The seconds until the first batch of such an epoch."""
         size = min(WINDOW_BYTES, self.data_bytes)
-        return self.seconds(2, size, size / (PIECE * BLOCK))
+        return self.seconds(2, size, size / PIECE_BYTES)
 
-    def blocks_of(self, items: int) -> float:
-        """The expected number of different blocks, over all files, that hold random timesteps.
+    def blocks_of(self, items: int) -> dict[int, float]:
+        """Bytes of a block -> the expected number of different ones, over all files, that hold random timesteps.
 
         Args:
             items: the number of timesteps.
         """
-        blocks = [max(1.0, size / BLOCK) for size in (self.files or {}).values()]
-        return sum(count * (1 - (1 - 1 / count) ** items) for count in blocks)
+        expected = dict[int, float]()
+        for file, size in (self.files or {}).items():
+            block = (self.block_bytes or {})[file]
+            count = max(1.0, size / block)
+            expected[block] = expected.get(block, 0.0) + count * (1 - (1 - 1 / count) ** items)
+        return expected
 
     def sample(self, items: int) -> float:
         """The seconds of a batch of random timesteps, none of which is in the cache.
@@ -99,7 +103,7 @@ class Store:
             items: the number of timesteps.
         """
         blocks = self.blocks_of(items)
-        return self.seconds(2, blocks * BLOCK, blocks)
+        return self.seconds(2, sum(size * count for size, count in blocks.items()), sum(blocks.values()))
 
 
 def measure_store(url: str, seconds: float, *, storage_options: Mapping[str, Any] | None = None) -> Store:
@@ -146,6 +150,7 @@ def measure_store(url: str, seconds: float, *, storage_options: Mapping[str, Any
         requests=SMALL / _took(objects, [(path, i % size, i % size + 1) for i in range(SMALL)]),
         bandwidth=_bandwidth(objects, path, size, seconds),
         files={file: num_bytes * scale for file, num_bytes in sizes.items()},
+        block_bytes=largest.files.block,
     )
 
 
@@ -159,7 +164,7 @@ def _bandwidth(objects: Objects, path: str, size: int, seconds: float) -> float:
     """Bytes a second of a file, read from its beginning in requests as large as readers make."""
     wanted = FIRST_BYTES
     while True:
-        stop, step = min(wanted, size), PIECE * BLOCK
+        stop, step = min(wanted, size), PIECE_BYTES
         took = _took(objects, [(path, begin, min(begin + step, stop)) for begin in range(0, stop, step)])
         if took > seconds / 2 or stop == size:
             return stop / took

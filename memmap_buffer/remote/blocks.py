@@ -22,7 +22,7 @@ import numpy.typing as npt
 from memmap_buffer.format.folder import MIRROR, Folder
 from memmap_buffer.format.host import boot_id
 from memmap_buffer.format.lock import Turn
-from memmap_buffer.format.syscalls import RangeLocks, npy_header, renew_after_fork
+from memmap_buffer.format.syscalls import RangeLocks, npy_header, random_bytes, renew_after_fork
 from memmap_buffer.remote.layout import DataFiles, runs
 
 IntArray = npt.NDArray[np.int64]
@@ -31,7 +31,8 @@ COUNTER, USED, LOCAL = range(3)  # words of a block: its counter; `now` at its l
 TICKS = 256  # per second: windows of a small cache are read in less than a second
 SLACK = 3600 * TICKS  # by so much the clocks of processes may differ
 NAME = MIRROR
-_BOOT = 4  # words after those of the blocks: the id of the boot
+_BOOT, _REMOVAL = 4, 2  # words after those of the blocks: the id of the boot, and a random number of the last removal
+_PART = 1 << 12  # blocks that are looked at together
 _LOCK_BITS = 22  # a mirror has 2**22 bytes of the lock file: locks for 1 TiB of blocks
 
 
@@ -59,8 +60,10 @@ class Blocks:
         mapped = folder.map_shared(NAME, header(count), len(header(count)) + 4 * words(count))
         self.key = folder.file_key(NAME)
         whole = np.frombuffer(mapped, np.uint32, words(count), len(header(count)))
-        self.words: Words = whole[:-_BOOT].reshape(-1, 3)
-        self._boot: Words = whole[-_BOOT:]
+        self.words: Words = whole[: 3 * count].reshape(-1, 3)
+        self._boot: Words = whole[3 * count : 3 * count + _BOOT]
+        self._removal: Words = whole[3 * count + _BOOT :]
+        self._looked_at: tuple[bytes, int] = b"", 0  # (the last removal, the first block that was absent since)
         self._locks, self._first = locks, int(place, 16) << _LOCK_BITS
         self.renew()
         renew_after_fork(self)
@@ -115,9 +118,33 @@ class Blocks:
         """Note that `blocks` are used at `tick`, see `now`."""
         self.words[blocks, USED] = tick
 
-    def change(self, block: int) -> None:
-        """Note that a block came or went: absent becomes there, there becomes absent. Its lock is held."""
-        self.words[block, COUNTER] += np.uint32(1)
+    def add(self, blocks: IntArray | slice) -> None:
+        """Note that blocks are there. Their locks are held."""
+        self.words[blocks, COUNTER] += self.words[blocks, COUNTER] & np.uint32(1)
+
+    def remove(self, blocks: IntArray) -> None:
+        """Note that blocks are absent, before their bytes go. Their locks are held."""
+        self.words[blocks, COUNTER] |= np.uint32(1)
+        self._removal[:] = np.frombuffer(random_bytes(4 * _REMOVAL), np.uint32)  # later: see `whole`
+
+    @property
+    def removal(self) -> bytes:
+        """Bytes that are others after each removal of blocks."""
+        return self._removal.tobytes()
+
+    def whole(self) -> bytes | None:
+        """`removal`, if all blocks are there until it changes; else None. Each block is looked at once between two."""
+        removal, first = self.removal, 0
+        if self._looked_at[0] == removal:
+            first = self._looked_at[1]
+        while first < len(self.words):
+            absent = self.words[first : first + _PART, COUNTER] & np.uint32(1)
+            if absent.any():
+                first += int(absent.argmax())
+                break
+            first += len(absent)
+        self._looked_at = removal, first
+        return removal if first == len(self.words) else None
 
     @contextmanager
     def taken(self, blocks: Sequence[int]) -> Iterator[IntArray]:
@@ -172,7 +199,7 @@ def by_last_use(used: Words) -> Words:
 
 def words(count: int) -> int:
     """The number of words in the file for `count` blocks."""
-    return 3 * count + _BOOT
+    return 3 * count + _BOOT + _REMOVAL
 
 
 def header(count: int) -> bytes:
@@ -184,5 +211,5 @@ def new_words(count: int) -> bytes:
     """The content of the file for `count` blocks, none of which is there yet."""
     content = np.zeros(words(count), np.uint32)
     content[: 3 * count : 3] = 1
-    content[-_BOOT:] = np.frombuffer(boot_id(), np.uint32)
+    content[3 * count : 3 * count + _BOOT] = np.frombuffer(boot_id(), np.uint32)
     return header(count) + content.tobytes()

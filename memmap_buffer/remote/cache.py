@@ -22,12 +22,13 @@ from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.source import BLOCK, WINDOWS
 from memmap_buffer.format.syscalls import RangeLocks, locked, random_bytes, read_at, renew_after_fork, write_word
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray, Words, by_last_use
-from memmap_buffer.remote.layout import HEADS, DataFiles, are_blocks, digest, head_object
+from memmap_buffer.remote.layout import BLOCK_SIZES, HEADS, DataFiles, digest, head_object, runs
 
 USAGE, LOCKS, BOUND = "usage", "locks", "bound"
 DIGESTS = "mirror/digests"  # of the blocks of a mirror, as bytes
 AT_ONCE = 20  # 1/20 of the bound is given back beyond what is needed: so unused blocks are not searched too often
 FEWEST = 16  # blocks that a bound must have room for
+_AT_A_TIME = 1024  # blocks that are given back under locks at a time, as others wait for these locks
 MOST_MAPS = 1 << 14  # of all mirrors together; Linux allows a process 65,530
 MEMORY = ("tmpfs", "ramfs")
 OFTEN = 2  # if a block is fetched more often in an epoch, on average, the log has a warning
@@ -159,7 +160,7 @@ class Cache:
         """Give back what is not as it was published; the bytes of that in each mirror, and of each head."""
         damaged = {}
         for folder, blocks, files in self._mirrors():
-            digests = np.zeros(files.count, np.uint64)  # what cannot be compared is not trusted
+            digests = np.zeros(files.num_digests, np.uint64)  # what cannot be compared is not trusted
             with suppress(OSError, CorruptBufferError):
                 digests = np.frombuffer(folder.read(DIGESTS, digests.nbytes).ljust(digests.nbytes), np.uint64)
             chosen = np.arange(files.count)
@@ -174,8 +175,7 @@ class Cache:
     def clear(self) -> None:
         """Give back everything, the space of files that are mapped included; who reads makes mirrors anew."""
         for folder, blocks, files in self._mirrors():
-            for block in np.flatnonzero(blocks.words[:, LOCAL]).tolist():
-                _give_back(Folder(folder.path), blocks, files, block)
+            _give_back(Folder(folder.path), blocks, files, np.flatnonzero(blocks.words[:, LOCAL]))
         for path in self.path.iterdir():
             name, new, _ = path.name.partition(".new-")
             with suppress(FileNotFoundError):  # another process removes it, or gives it its name
@@ -253,7 +253,8 @@ class Cache:
                 files = self._files.get(path.name)
                 if files is None:
                     layout = Layout.from_json(folder.read("schema.json", MAX_SCHEMA_BYTES), str(path))
-                    files = self._files[path.name] = DataFiles(layout)
+                    sizes = folder.read(BLOCK_SIZES, MAX_SCHEMA_BYTES) if folder.exists(BLOCK_SIZES) else None
+                    files = self._files[path.name] = DataFiles(layout, sizes)
                 yield folder, self.blocks_of(folder, files), files
 
     def _count(self) -> int:
@@ -268,14 +269,15 @@ class Cache:
         starts = np.cumsum([0, *(len(blocks.words) for _, blocks, _ in mirrors)])
         order = np.flatnonzero(local)
         order = order[np.argsort(by_last_use(used[order]), kind="stable")]
-        freed = 0
-        for place in order.tolist():
-            if freed >= size:
-                break
-            number = int(np.searchsorted(starts, place, side="right")) - 1
-            folder, blocks, files = mirrors[number]
-            block = place - int(starts[number])
-            freed += int(blocks.sizes[block]) * _give_back(Folder(folder.path), blocks, files, block)
+        sizes, freed, first = np.concatenate([blocks.sizes for _, blocks, _ in mirrors])[order], 0, 0
+        while freed < size and first < len(order):
+            stop = first + int(np.searchsorted(np.cumsum(sizes[first:]), size - freed)) + 1
+            chosen = np.sort(order[first:stop])
+            for (folder, blocks, files), start in zip(mirrors, starts.tolist(), strict=False):
+                low, high = np.searchsorted(chosen, [start, start + len(blocks.words)])
+                gone = _give_back(Folder(folder.path), blocks, files, chosen[low:high] - start)
+                freed += int(blocks.sizes[gone].sum())
+            first = stop
         return freed
 
 
@@ -340,32 +342,42 @@ def _local_but(blocks: Blocks, keep: Sequence[tuple[Blocks, IntArray]]) -> IntAr
 def give_back_damaged(folder: Folder, blocks: Blocks, files: DataFiles, digests: Array, chosen: IntArray) -> int:
     """Give back those blocks that are there and differ from their digests; returns their bytes."""
     there = chosen[blocks.words[chosen, COUNTER] & np.uint32(1) == 0]
-    return sum(int(blocks.sizes[block]) * _give_back(folder, blocks, files, block, digests) for block in there.tolist())
+    return int(blocks.sizes[_give_back(folder, blocks, files, there, digests)].sum())
 
 
-def _give_back(folder: Folder, blocks: Blocks, files: DataFiles, block: int, digests: Array | None = None) -> bool:
-    """Give one block back; returns whether it did.
+def _give_back(
+    folder: Folder, blocks: Blocks, files: DataFiles, chosen: IntArray, digests: Array | None = None
+) -> IntArray:
+    """Give blocks back; returns those that were.
 
-    Not if somebody else holds its lock, if the mirror is gone, or if `digests` are given and the block is as they say.
+    Not those whose locks somebody else holds, none if the mirror is gone, and where `digests` are given, only those
+    that are not as they say.
     """
-    with suppress(FileNotFoundError, NotADirectoryError), blocks.taken([block]) as mine, folder.kept_open() as mirror:
-        if not mine.size or mirror.file_key(NAME) != blocks.key:
-            return False
-        if digests is not None and is_as_published(mirror, files, block, digests):
-            return False
-        if not blocks.words[block, COUNTER] & np.uint32(1):
-            blocks.change(block)
-        mirror.punch(*files.place(block))
-        blocks.words[block, LOCAL] = 0
-        return True
-    return False
+    gone: IntArray = np.zeros(0, np.int64)
+    if not chosen.size:
+        return gone
+    with suppress(FileNotFoundError, NotADirectoryError), folder.kept_open() as mirror:
+        for part in np.split(chosen, range(_AT_A_TIME, len(chosen), _AT_A_TIME)):
+            with blocks.taken(part.tolist()) as mine:
+                if mirror.file_key(NAME) != blocks.key:
+                    break
+                if digests is not None:
+                    is_wrong = [not is_as_published(mirror, files, block, digests) for block in mine.tolist()]
+                    mine = mine[is_wrong]
+                blocks.remove(mine)
+                for first, stop in runs(mine.tolist()):
+                    for piece in files.pieces(np.arange(first, stop)):
+                        mirror.punch(*files.range_of(piece))
+                blocks.words[mine, LOCAL] = 0
+                gone = np.append(gone, mine)
+    return gone
 
 
 def is_as_published(folder: Folder, files: DataFiles, block: int, digests: Array) -> bool:
     """Whether the bytes of a block on the disk are those of its digest."""
     name, start, stop = files.place(block)
     with folder.reading(name) as (fd, _):
-        return are_blocks(read_at(fd, stop - start, start), range(block, block + 1), digests)
+        return files.are_right(read_at(fd, stop - start, start), [block], digests)
 
 
 def remove_mirror(path: Path) -> None:

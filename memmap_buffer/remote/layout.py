@@ -7,13 +7,17 @@ A root::
     <root>/<shard>/shard.json           the description of a shard: its newest version
     <root>/<shard>/<version>/data/…     the data files of a packed folder
     <root>/<shard>/<version>/head.bin   its head: all that is needed to open it, in one piece
-    <root>/<shard>/<version>/blocks.npy (blocks,) u8: a digest of each block of its data files
+    <root>/<shard>/<version>/blocks.npy (blocks + groups,) u8: the digests of the blocks and groups of its data files
     <root>/entries/…                    see below
 
 A head is a line of JSON `[[name, bytes], …]`, then these files one after the other: all files of a packed folder but
-`data/…`. A data file, its header included, is cut into blocks of `BLOCK` bytes; the last block is what is left. The
-blocks are numbered through all data files, in the order of the files' names. A digest is BLAKE2b, of 8 bytes for a
-block, else of 16.
+`data/…`, and `blocks.json`, `{<data file>: <bytes of its blocks>, …}` with each data file. A data file, its header
+included, is cut into blocks; the last block is what is left. Their bytes are a power of two from 4096 to `BLOCK`, such
+that a block is about a row: whoever reads single rows fetches few bytes in vain. In the same way each data file is cut
+into groups of `BLOCK` bytes: whoever reads much fetches and checks whole groups. Blocks and groups are numbered through
+all data files, in the order of the files' names. A digest is BLAKE2b, of 8 bytes for a block or a group, else of 16.
+
+In version 1 heads have no `blocks.json`: all blocks have `BLOCK` bytes, and `blocks.npy` has (blocks,) digests.
 
 No object changes once it is there, but `root.json` and `shard.json`, each of which is replaced whole. So a reader of a
 shard can go on when the shard is published again: the new version is in another folder, whose name is the digest of the
@@ -38,8 +42,9 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -51,15 +56,22 @@ from memmap_buffer.format.shards import JOINED
 from memmap_buffer.format.source import BLOCK
 
 ROOT, SHARD, HEAD, BLOCKS_FILE, HEADS = "root.json", "shard.json", "head.bin", "blocks.npy", "heads"
-FORMAT_OF_ROOT, FORMAT_OF_SHARD, VERSION = "memmap-buffer-root", "memmap-buffer-shard", 1
+BLOCK_SIZES = "blocks.json"
+FORMAT_OF_ROOT, FORMAT_OF_SHARD, VERSION = "memmap-buffer-root", "memmap-buffer-shard", 2
+READ_VERSIONS = (1, 2)
 MAX_ROOT_BYTES, MAX_SHARD_BYTES, MAX_LINE = 1 << 26, 1 << 16, 1 << 20
 VALUE_BYTES = 12  # the fewest bytes a value in JSON, on average: `[]` takes 20 times its bytes in memory; ours has 20
 MERGED, MERGED_BYTES = 1024, 1 << 26  # the most shards, and bytes, whose heads become one object
 MAX_HEAD_BYTES = 1 << 31
-PIECE = 16  # the most neighbouring blocks in one request
+LEAST_BLOCK = 4096  # bytes: of a page, the least that a file system gives back
+MOST_BLOCKS = (
+    1 << 20
+)  # of a shard, unless larger ones are too many, too: 8 MB of digests are fetched before its first row
+PIECE_BYTES = 16 * BLOCK  # the most in one request
+GAP_BYTES = 16 << 10  # blocks at most so many bytes apart are one request: another takes longer than these bytes
 ENTRIES, DATA = "entries", "data/"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_FILE = re.compile(r"(schema\.json|(episodes|state|checksums)\.npy|(meta|extra)/[A-Za-z0-9][A-Za-z0-9._-]*)")
+_FILE = re.compile(r"((schema|blocks)\.json|(episodes|state|checksums)\.npy|(meta|extra)/[A-Za-z0-9][A-Za-z0-9._-]*)")
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
@@ -77,19 +89,13 @@ def block_digest(data: Any) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def are_blocks(data: bytes, piece: range, digests: Any) -> bool:
-    """Whether `data` is the bytes of the neighbouring blocks `piece`. Args: digests: (blocks,) of all blocks."""
-    view, expected = memoryview(data), digests[piece.start : piece.stop].tolist()
-    return bool([block_digest(view[i : i + BLOCK]) for i in range(0, len(data), BLOCK)] == expected)
-
-
-def num_blocks(size: int) -> int:
-    """The number of blocks of a file of `size` bytes."""
-    return -(-size // BLOCK)
+def num_blocks(size: int, block: int = BLOCK) -> int:
+    """The number of blocks of `block` bytes of a file of `size` bytes."""
+    return -(-size // block)
 
 
 def blocks_file(count: int) -> ArrayFile:
-    """The file with the digests of `count` blocks."""
+    """The file with `count` digests."""
     return ArrayFile(BLOCKS_FILE, np.dtype("<u8"), (count,))
 
 
@@ -104,45 +110,105 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(first.tolist(), stop.tolist(), strict=True))
 
 
+def sizes_of_blocks(layout: Layout) -> dict[str, int]:
+    """Data file -> the bytes of its blocks in a new version: as many as a row has, or the next power of two."""
+    files = {array.name: array.size for array in layout.arrays.values() if is_data(array)}
+    rows, least = {name: size // max(1, layout.rows or 1) for name, size in files.items()}, LEAST_BLOCK
+    while True:
+        fitting = {name: min(BLOCK, max(least, 1 << max(row - 1, 0).bit_length())) for name, row in rows.items()}
+        sizes = {name: fitting[name] if size > BLOCK else BLOCK for name, size in files.items()}
+        if least == BLOCK or sum(num_blocks(size, sizes[name]) for name, size in files.items()) <= MOST_BLOCKS:
+            return sizes
+        least *= 2
+
+
 class DataFiles:
     """The data files of a packed folder, which are read block by block; blocks are numbered through all files.
 
+    Args:
+        layout: of the folder.
+        sizes: the content of `blocks.json`; None: there is none.
+
     Attributes:
         sizes: file -> its bytes, in the order of their blocks.
+        block: file -> the bytes of its blocks.
         first: file -> the number of its first block.
         count: the number of all blocks.
+        num_digests: the number of digests in `blocks.npy`.
+        groups: (groups,) the number of the first block of each group.
+
+    Raises:
+        CorruptBufferError: `sizes` is no such content.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        arrays = [array for array in layout.arrays.values() if array.name.startswith(DATA)]
-        self.sizes = dict(sorted((array.name, array.size) for array in arrays))
-        *starts, self.count = accumulate(map(num_blocks, self.sizes.values()), initial=0)
+    def __init__(self, layout: Layout, sizes: bytes | None = None) -> None:
+        self.sizes = dict(sorted((array.name, array.size) for array in layout.arrays.values() if is_data(array)))
+        self.block = {name: BLOCK for name in self.sizes} if sizes is None else _block_sizes(sizes, self.sizes)
+        counts = [num_blocks(size, self.block[name]) for name, size in self.sizes.items()]
+        *starts, self.count = accumulate(counts, initial=0)
         self.first = dict(zip(self.sizes, starts, strict=True))
         self._names, self._starts = list(self.sizes), starts
+        of_files = [np.arange(self.first[name], end, BLOCK // self.block[name]) for name, end in self._ends(counts)]
+        self.groups: IntArray = np.concatenate([np.zeros(0, np.int64), *of_files])
+        self.num_digests = self.count + (0 if sizes is None else len(self.groups))
+
+    def _ends(self, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
+        return ((name, self.first[name] + count) for name, count in zip(self.sizes, counts, strict=True))
 
     def place(self, block: int) -> tuple[str, int, int]:
         """(file, first byte, byte after the last) of a block."""
         name = self._names[bisect_right(self._starts, block) - 1]
-        begin = (block - self.first[name]) * BLOCK
-        return name, begin, min(begin + BLOCK, self.sizes[name])
+        begin = (block - self.first[name]) * self.block[name]
+        return name, begin, min(begin + self.block[name], self.sizes[name])
 
-    def range_of(self, piece: range) -> tuple[str, int, int]:
-        """(file, first byte, byte after the last) of neighbouring blocks in one file."""
+    def range_of(self, piece: Sequence[int]) -> tuple[str, int, int]:
+        """(file, first byte, byte after the last) of ascending blocks in one file, and of those between them."""
         name, begin, _ = self.place(piece[0])
         return name, begin, self.place(piece[-1])[2]
 
-    def pieces(self, blocks: Sequence[int]) -> Iterator[range]:
-        """Ascending blocks as ranges of at most `PIECE` neighbours in one file."""
-        for first, stop in runs(blocks):
-            cuts = {first, stop, *range(first, stop, PIECE), *(at for at in self._starts if first < at < stop)}
-            yield from (range(low, high) for low, high in pairwise(sorted(cuts)))
+    def pieces(self, blocks: Sequence[int] | IntArray) -> list[list[int]]:
+        """Ascending blocks, divided into what is requested together: `PIECE_BYTES` of a file, without large gaps."""
+        block = np.asarray(blocks, np.int64)
+        if not block.size:
+            return []
+        file = np.searchsorted(self._starts, block, side="right") - 1
+        size = np.array(list(self.block.values()))[file]
+        begin = (block - np.asarray(self._starts)[file]) * size
+        is_apart = (file[1:] != file[:-1]) | (begin[1:] - begin[:-1] - size[:-1] > GAP_BYTES)
+        is_apart |= begin[1:] // PIECE_BYTES != begin[:-1] // PIECE_BYTES
+        return [piece.tolist() for piece in np.split(block, np.flatnonzero(is_apart) + 1)]
+
+    def in_groups(self, blocks: IntArray, chosen: Callable[[IntArray, IntArray], Any] | None = None) -> IntArray:
+        """All blocks, ascending, of the groups that some blocks are in.
+
+        Args: chosen: the groups, how many of the blocks each has -> a mask of the groups that are meant; None: all.
+        """
+        groups, counts = np.unique(np.searchsorted(self.groups, blocks, side="right") - 1, return_counts=True)
+        groups = groups if chosen is None else groups[chosen(groups, counts)]
+        return expanded(self.groups[groups], np.append(self.groups, self.count)[groups + 1])
+
+    def are_right(self, data: bytes | memoryview, piece: Sequence[int], digests: Any) -> bool:
+        """Whether `data` is the bytes of `range_of` a piece. Args: digests: (num_digests,) of all blocks and groups."""
+        name, begin, _ = self.range_of(piece)
+        size, view, at, first = self.block[name], memoryview(data), 0, self.first[name]
+        group = int(np.searchsorted(self.groups, first)) + self.count
+        while at < len(data):
+            place, num_bytes, number = begin + at, size, first + (begin + at) // size
+            is_whole = len(data) - at >= BLOCK or place + len(data) - at == self.sizes[name]
+            if self.num_digests > self.count and place % BLOCK == 0 and is_whole:
+                num_bytes, number = BLOCK, group + place // BLOCK  # by one call, in which other threads run
+            if block_digest(view[at : at + num_bytes]) != digests[number]:
+                return False
+            at += num_bytes
+        return True
 
     def block_sizes(self) -> IntArray:
         """(count,) the bytes of each block; the last block of a file is what is left of it."""
         sizes = np.full(self.count, BLOCK, np.int64)
         for name, first in self.first.items():
-            last = first + num_blocks(self.sizes[name]) - 1
-            sizes[last] = self.sizes[name] - (last - first) * BLOCK
+            count = num_blocks(self.sizes[name], self.block[name])
+            sizes[first : first + count] = self.block[name]
+            sizes[first + count - 1] = self.sizes[name] - (count - 1) * self.block[name]
         return sizes
 
 
@@ -301,6 +367,29 @@ class Root:
         return replace(self, shards=shards, heads={**before.heads, **self.heads})
 
 
+def is_data(array: ArrayFile) -> bool:
+    """Whether an array's file is read block by block."""
+    return array.name.startswith(DATA)
+
+
+def _block_sizes(content: bytes, files: Mapping[str, int]) -> dict[str, int]:
+    allowed = {LEAST_BLOCK << i for i in range((BLOCK // LEAST_BLOCK).bit_length())}
+    with suppress(ValueError, RecursionError, AttributeError):
+        sizes = json.loads(content)
+        if sizes.keys() == files.keys() and all(type(size) is int and size in allowed for size in sizes.values()):
+            return {name: sizes[name] for name in files}
+    raise CorruptBufferError(
+        f"{BLOCK_SIZES}: got {content[:80]!r}, expected the sizes of the blocks of {list(files)}; publish it again"
+    )
+
+
+def expanded(low: IntArray, high: IntArray) -> IntArray:
+    """The numbers low … high - 1 of each range, one range after the other; none where high is not above low."""
+    counts = np.maximum(high - low, 0)
+    rows: IntArray = np.repeat(low, counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows
+
+
 def version_of(head: bytes, blocks: str) -> str:
     """The name of a version of a shard. It is a digest, by which the head is checked, too.
 
@@ -392,10 +481,11 @@ def _parse(data: bytes, where: str, kind: str) -> dict[str, Any]:
         raise CorruptBufferError(f"{where} is no JSON ({error}); publish it again") from None
     if not isinstance(document, dict) or document.get("format") != kind:
         raise NotABufferError(f"{where} does not describe what a published buffer has; another program wrote it")
-    if document.get("version") != VERSION or document.get("block") != BLOCK:
+    if document.get("version") not in READ_VERSIONS or document.get("block") != BLOCK:
         got = f"got version {document.get('version')!r}, blocks of {document.get('block')!r} bytes"
         raise SchemaError(
-            f"{where}: {got}; this release reads {VERSION}, {BLOCK}; publish to another URL, or use another release"
+            f"{where}: {got}; this release reads {' and '.join(map(str, READ_VERSIONS))}, {BLOCK}; publish to another "
+            "URL, or use another release"
         )
     return document
 

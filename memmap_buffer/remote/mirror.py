@@ -11,7 +11,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +26,7 @@ from memmap_buffer.format.checksums import EMPTY, Sums
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
 from memmap_buffer.format.records import WORDS
-from memmap_buffer.format.source import BLOCK, Rows, Traffic, Wanted
+from memmap_buffer.format.source import Rows, Traffic, Wanted
 from memmap_buffer.format.storage import Maps, Storage, slices_of
 from memmap_buffer.format.syscalls import process_id, random_bytes, write_all
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, now
@@ -39,7 +39,7 @@ from memmap_buffer.remote.cache import (
     keep_file,
     remove_mirror,
 )
-from memmap_buffer.remote.layout import DATA, HEAD, Shard, digest, head_object, num_blocks
+from memmap_buffer.remote.layout import DATA, HEAD, DataFiles, Shard, digest, expanded, head_object, runs
 from memmap_buffer.remote.published import Published, require_digests
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("memmap_buffer")
 T = TypeVar("T")
-TOGETHER = 2048  # the most blocks that are fetched under locks at a time, as others wait for these locks
-WHOLE = 16384  # mirrors of at most so many blocks are looked at as a whole, see `Taken.add_whole`
+TOGETHER = 512 << 20  # the most bytes that are fetched under locks at a time, as others wait for these locks
 PATIENCE = 60.0  # seconds to go on trying if there is no room, or if blocks go before their rows are copied
 OPENINGS = 5  # attempts to open a local copy that others remove
 _NOT_WHOLE = (FileNotFoundError, NotADirectoryError, CorruptBufferError)  # opening a local copy that is not whole
@@ -123,7 +122,7 @@ class Mirror(Published):
 
     def kept_digests(self) -> bytes:
         with suppress(OSError, CorruptBufferError):
-            return Folder(self.path).read(DIGESTS, 8 * self.files.count)
+            return Folder(self.path).read(DIGESTS, 8 * self.files.num_digests)
         return b""
 
     def keep_digests(self, content: bytes) -> None:
@@ -140,6 +139,11 @@ class Mirror(Published):
     def limit(self) -> int | None:
         """The bytes that the cache keeps at most."""
         return self.cache.limit
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all data files."""
+        return sum(self.files.sizes.values())
 
     @property
     def num_rows(self) -> int:
@@ -232,16 +236,11 @@ class Mirror(Published):
     # Blocks
 
     def blocks_of(self, name: str, begin: IntArray, end: IntArray) -> IntArray:
-        """The blocks, ascending, that hold ranges of bytes of a file. Args: begin, end: (N,) of the ranges."""
-        first, size = self.files.first[name], self.files.sizes[name]
-        begin, end = np.clip(begin, 0, size - 1), np.minimum(end, size)  # a forged index may tell any numbers
-        low, high = begin // BLOCK, np.maximum(end - 1, begin) // BLOCK
-        mask = np.zeros(num_blocks(size), np.bool_)
-        mask[low] = mask[high] = True
-        wide = np.flatnonzero(high > low + 1)
-        if wide.size:
-            mask[_expanded(low[wide], high[wide])] = True
-        return first + np.flatnonzero(mask)
+        """The blocks that hold ranges (N,) of bytes of a file, in any order, perhaps twice."""
+        first, size, block = self.files.first[name], self.files.sizes[name], self.files.block[name]
+        begin, end = np.minimum(np.maximum(begin, 0), size - 1), np.minimum(end, size)  # a forged index tells anything
+        low, high = first + begin // block, first + np.maximum(end - 1, begin) // block
+        return np.concatenate([low, high, expanded(low + 1, high)] if (high > low + 1).any() else [low, high])
 
     def blocks_of_rows(self, rows: Rows) -> IntArray:
         """The blocks that hold rows of a field; for a compressed field, rows of its index."""
@@ -252,25 +251,28 @@ class Mirror(Published):
     def blocks_of_blobs(self, rows: Rows) -> IntArray:
         """The blocks that hold the blobs of rows. The blocks of their index must be there."""
         index, file = self.local.arrays[rows.name], self.layout.arrays[rows.name + BLOBS]
-        row = _expanded(rows.low, rows.high)
+        row = expanded(rows.low, rows.high)
         begin, length = index[row, 0].astype(np.int64), lengths_of(index[row]).astype(np.int64)
         offset = len(file.header) + begin[length > 0]
         return self.blocks_of(file.name, offset, offset + length[length > 0]) if offset.size else offset
 
-    def write(self, blocks: Blocks, piece: range, data: bytes) -> None:
-        """Write neighbouring blocks, whose locks are held, and note that they are there."""
+    def write(self, blocks: Blocks, piece: Sequence[int], data: bytes) -> None:
+        """Write blocks of a file, whose locks are held, and note that they are there.
+
+        Args: piece: the blocks. data: their bytes, and those of other blocks between them, which are not written.
+        """
         name, start, _ = self.files.place(piece[0])
         with self._held_folder(blocks) as folder, folder.changing(name, self.files.sizes[name]) as fd:
             try:
-                write_all(fd, data, start)
+                for first, stop in runs(piece):
+                    _, low, high = self.files.range_of([first, stop - 1])
+                    write_all(fd, data[low - start : high - start], low)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 text = f"{self.path}: the disk is full; give a cache on another one, or a smaller cache_bytes"
                 raise OSError(error.errno, text) from None
-        for block in piece:
-            if blocks.words[block, COUNTER] & np.uint32(1):
-                blocks.change(block)
+        blocks.add(np.asarray(piece))
 
     def look_at(self, blocks: Blocks, chosen: IntArray) -> None:
         """Note absent blocks as there whose bytes on the disk are right: after a boot of the machine, or a kill."""
@@ -278,9 +280,8 @@ class Mirror(Published):
         if not chosen.size:
             return
         with self._held_folder(blocks) as folder:
-            for block in chosen.tolist():
-                if is_as_published(folder, self.files, block, self.digests):
-                    blocks.change(block)
+            is_right = [is_as_published(folder, self.files, block, self.digests) for block in chosen.tolist()]
+            blocks.add(chosen[is_right])
 
     def mend(self, rows: Rows) -> bool:
         """Give back blocks that rows lie in and that are not as they were published, so that they are fetched again.
@@ -357,7 +358,7 @@ class Mirror(Published):
 
     def _blocks_of_all(self, key: str) -> IntArray:
         file = self.layout.arrays[key]
-        return self.blocks_of(file.name, np.zeros(1, np.int64), np.array([file.size]))
+        return np.sort(self.blocks_of(file.name, np.zeros(1, np.int64), np.array([file.size])))
 
     def copied(self, bring: Callable[[], Taken], copy: Callable[[], T]) -> T:
         """The result of `copy`, repeated until all blocks that `bring` fetched stayed there during the copying.
@@ -513,19 +514,22 @@ def mirror_of(storage: Storage) -> Mirror:
     return storage.mirror
 
 
-def bring(wanted: Wanted) -> Taken:
-    """Fetch the blocks of rows, and of their blobs, that are not there yet, and wait for them."""
+def bring(wanted: Wanted, in_groups: bool = False) -> Taken:
+    """Fetch the blocks of rows, and of their blobs, that are not there yet, and wait for them.
+
+    Args: in_groups: all blocks of the groups that they are in.
+    """
     taken = Taken()
     parts = [(storage, rows) for storage, rows in wanted if not taken.add_whole(mirror_of(storage))]
-    chosen = _blocks_of(parts)
+    chosen = _blocks_of(parts, in_groups)
     taken += fetch(chosen)
-    if blobs := _blocks_of(parts, blobs=True):
+    if blobs := _blocks_of(parts, in_groups, blobs=True):
         both = {m: np.union1d(these, blobs.get(m, these)) for m, these in chosen.items()}
         taken += fetch(both)  # together, so that no block is given back for another of them
     return taken
 
 
-def _blocks_of(wanted: Wanted, *, blobs: bool = False) -> Chosen:
+def _blocks_of(wanted: Wanted, in_groups: bool, *, blobs: bool = False) -> Chosen:
     """Mirror -> the blocks of the rows, ascending; with `blobs` those of their blobs, whose index must be there."""
     blocks: dict[Mirror, list[IntArray]] = {}
     for storage, rows in wanted:
@@ -534,7 +538,8 @@ def _blocks_of(wanted: Wanted, *, blobs: bool = False) -> Chosen:
             rows = [each for each in rows if each.name in storage.layout.coded]
         find = mirror.blocks_of_blobs if blobs else mirror.blocks_of_rows
         blocks.setdefault(mirror, []).extend(map(find, rows))
-    return {mirror: np.unique(np.concatenate(each)) for mirror, each in blocks.items() if each}
+    chosen = {mirror: np.unique(np.concatenate(each)) for mirror, each in blocks.items() if each}
+    return {mirror: mirror.files.in_groups(these) for mirror, these in chosen.items()} if in_groups else chosen
 
 
 def bring_later(wanted: Wanted) -> None:
@@ -560,37 +565,41 @@ def _bring_each(asked: SimpleQueue[Wanted], turn: threading.Lock) -> None:
 
 def _bring_quietly(wanted: Wanted, begun: Callable[[], None]) -> None:
     with suppress(Exception):
-        chosen = _blocks_of(wanted)
+        chosen = _blocks_of(wanted, in_groups=True)
         size = sum(int(mirror.blocks.sizes[these].sum()) for mirror, these in chosen.items())
         if chosen and all(mirror.cache.has_room_beside(size) for mirror in chosen):
             fetch(chosen, begun)
             begun()
-            bring([(s, rows) for s, rows in wanted if any(each.name in s.layout.coded for each in rows)])  # their blobs
+            bring(
+                [(s, r) for s, r in wanted if any(e.name in s.layout.coded for e in r)], in_groups=True
+            )  # their blobs
 
 
 class Taken(list[tuple[Mirror, Blocks, IntArray, Words]]):
     """Blocks that were there before their rows were copied, and their counters at that moment."""
 
+    def __init__(self, of_blocks: Iterable[tuple[Mirror, Blocks, IntArray, Words]] = ()) -> None:
+        super().__init__(of_blocks)
+        self._whole: list[tuple[Mirror, Blocks, bytes]] = []
+
     def add_whole(self, mirror: Mirror) -> bool:
         """Add all blocks of a mirror, if all are there; returns whether they are.
 
-        Then the blocks of the rows that are read need not be found. It is not tried with a bounded cache, or for a
-        mirror of more than `WHOLE` blocks.
+        Then the blocks of the rows that are read need not be found. It is not tried with a bounded cache.
         """
         blocks = mirror.local.blocks
         mirror.cache.use(mirror, len(mirror.files.sizes) + 1)
-        if mirror.cache.limit is not None or len(blocks.words) > WHOLE:
+        removal = blocks.whole() if mirror.cache.limit is None else None
+        if removal is None:
             return False
-        every = np.arange(len(blocks.words))
-        counters = blocks.counters(every)
-        if (counters & np.uint32(1)).any():
-            return False
-        self.append((mirror, blocks, every, counters))
+        self._whole.append((mirror, blocks, removal))
         return True
 
     def unchanged(self) -> bool:
         """Whether all of these blocks have been there ever since, in the local copy that is mapped now."""
         return all(
+            mirror.local.blocks is blocks and blocks.removal == removal for mirror, blocks, removal in self._whole
+        ) and all(
             mirror.local.blocks is blocks
             and not (counters & np.uint32(1)).any()
             and np.array_equal(blocks.counters(chosen), counters)
@@ -635,15 +644,33 @@ def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], 
     caches = {mirror.cache: 0 for mirror in chosen}
     for mirror, these in chosen.items():
         caches[mirror.cache] += int(blocks[mirror].sizes[these].sum())
-        blocks[mirror].touch(these, now())
+        bounded = mirror.cache.limit is not None  # then rows of a window that are still to be read must not go first
+        blocks[mirror].touch(mirror.files.in_groups(these) if bounded else these, now())
     for cache, num_bytes in caches.items():
         cache.require_room(num_bytes)
-    size = TOGETHER
-    for cache in caches:
-        size = size if cache.limit is None else min(size, max(1, cache.limit // (4 * BLOCK)))
-    absent = [(m, block) for m in chosen for block in blocks[m].absent(chosen[m]).tolist()]
+    size = min([TOGETHER, *(cache.limit // 4 for cache in caches if cache.limit is not None)])
+    keeps = all(
+        cache.limit is None or cache.limit >= sum(m.num_bytes for m in chosen if m.cache is cache) for cache in caches
+    )
+    every = {mirror: _absent(blocks[mirror], mirror.files, these, keeps) for mirror, these in chosen.items()}
+    absent = {mirror: these for mirror, these in every.items() if these.size}
     if absent:
         _uninterrupted(lambda: _fetch_absent(absent, size, chosen, blocks, begun))
+
+
+def _absent(blocks: Blocks, files: DataFiles, chosen: IntArray, keeps: bool) -> IntArray:
+    """The blocks of `chosen` that are not there, ascending, and others of their groups.
+
+    If some of a group are there, or half of it is wanted, all of it is fetched: so a batch of single rows takes few
+    bytes, and an epoch of such batches few requests. Not where `keeps` is False: the cache cannot keep all.
+    """
+    absent = blocks.absent(chosen)
+    if not absent.size or not keeps:
+        return absent
+    num_there = np.add.reduceat(blocks.words[:, COUNTER] & np.uint32(1) == 0, files.groups, dtype=np.int64)
+    num_all = np.diff(files.groups, append=files.count)
+    more = files.in_groups(absent, lambda groups, counts: (num_there[groups] > 0) | (2 * counts >= num_all[groups]))
+    return np.union1d(absent, blocks.absent(more))
 
 
 def _uninterrupted(work: Callable[[], None]) -> None:
@@ -670,26 +697,27 @@ def _uninterrupted(work: Callable[[], None]) -> None:
 
 
 def _fetch_absent(
-    absent: list[tuple[Mirror, int]],
+    absent: Chosen,
     size: int,
     chosen: Chosen,
     blocks: Mapping[Mirror, Blocks],
     begun: Callable[[], None],
 ) -> None:
-    """Fetch absent blocks, `size` at a time; at the end, wait for those that others fetch."""
+    """Fetch absent blocks, `size` bytes at a time; at the end, wait for those that others fetch."""
     until = time.monotonic() + PATIENCE
     while absent:
-        part = _by_mirror(absent[:size])
+        part, rest = _divided(absent, size, blocks)
         with ExitStack() as locks:
             taken = {m: locks.enter_context(blocks[m].taken(these.tolist())) for m, these in part.items()}
             mine = {m: these for m, these in taken.items() if these.size}
             fits = _fetch_held(mine, blocks, [(blocks[m], these) for m, these in chosen.items()], begun)
         if fits:
-            others = {m: np.setdiff1d(these, taken[m], True) for m, these in part.items()}
-            still_absent = [(m, block) for m, these in others.items() for block in blocks[m].absent(these).tolist()]
-            if still_absent and not mine:
-                blocks[still_absent[0][0]].wait_for(still_absent[0][1])
-            absent, until = absent[size:] + still_absent, time.monotonic() + PATIENCE
+            others = {m: blocks[m].absent(np.setdiff1d(these, taken[m], True)) for m, these in part.items()}
+            others = {m: these for m, these in others.items() if these.size}
+            if others and not mine:
+                mirror, these = next(iter(others.items()))
+                blocks[mirror].wait_for(int(these[0]))
+            absent, until = _together(rest, others), time.monotonic() + PATIENCE
         elif time.monotonic() > until:
             raise SchemaError(
                 f"cache_bytes: {next(iter(chosen)).cache.limit:,} are too few for all that read from this cache at a "
@@ -698,6 +726,23 @@ def _fetch_absent(
         else:
             size = max(1, size // 2)
             time.sleep(0.01)
+
+
+def _divided(absent: Chosen, size: int, blocks: Mapping[Mirror, Blocks]) -> tuple[Chosen, Chosen]:
+    """(the first blocks, of `size` bytes but at least one block, all others)."""
+    part, rest = Chosen(), Chosen()
+    for mirror, these in absent.items():
+        ends = np.cumsum(blocks[mirror].sizes[these])
+        count = max(int(np.searchsorted(ends, size, side="right")), 0 if part else 1)
+        part |= {mirror: these[:count]} if count else {}
+        rest |= {mirror: these[count:]} if count < len(these) else {}
+        size = size - int(ends[count - 1]) if count == len(these) else 0
+    return part, rest
+
+
+def _together(some: Chosen, others: Chosen) -> Chosen:
+    both = {mirror: np.union1d(these, others[mirror]) for mirror, these in some.items() if mirror in others}
+    return some | others | both
 
 
 def _fetch_held(
@@ -723,7 +768,7 @@ def _fetch_held(
 
 def _stream(objects: Objects, part: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], None]) -> None:
     """Fetch blocks of one store. The thread that receives a piece checks and writes it, while others still come."""
-    mine = [(mirror, piece) for mirror, these in part.items() for piece in mirror.files.pieces(these.tolist())]
+    mine = [(mirror, piece) for mirror, these in part.items() for piece in mirror.files.pieces(these)]
     writing = _Writing(mine, blocks)
     ranges = [mirror.range_of(piece) for mirror, piece in mine]
     try:
@@ -737,7 +782,7 @@ def _stream(objects: Objects, part: Chosen, blocks: Mapping[Mirror, Blocks], beg
 class _Writing:
     """The writing of pieces (neighbouring blocks) that are fetched, each by the thread that received it."""
 
-    def __init__(self, pieces: Sequence[tuple[Mirror, range]], blocks: Mapping[Mirror, Blocks]) -> None:
+    def __init__(self, pieces: Sequence[tuple[Mirror, Sequence[int]]], blocks: Mapping[Mirror, Blocks]) -> None:
         self._pieces, self._blocks = pieces, blocks
         self._at_work, self._ended = 0, False
         self._changed = threading.Condition()
@@ -772,17 +817,3 @@ class _Writing:
         with self._changed:
             self._ended = True
             self._changed.wait_for(lambda: not self._at_work)
-
-
-def _by_mirror(absent: Sequence[tuple[Mirror, int]]) -> Chosen:
-    blocks: dict[Mirror, list[int]] = {}
-    for mirror, block in absent:
-        blocks.setdefault(mirror, []).append(block)
-    return {mirror: np.array(these, np.int64) for mirror, these in blocks.items()}
-
-
-def _expanded(low: IntArray, high: IntArray) -> IntArray:
-    """The numbers low … high - 1 of each range, one range after the other."""
-    counts = high - low
-    rows: IntArray = np.repeat(low, counts) + np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return rows

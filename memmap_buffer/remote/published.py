@@ -12,6 +12,7 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, NotABufferError
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.remote.layout import (
+    BLOCK_SIZES,
     BLOCKS_FILE,
     DATA,
     HEAD,
@@ -22,7 +23,6 @@ from memmap_buffer.remote.layout import (
     DataFiles,
     Root,
     Shard,
-    are_blocks,
     blocks_file,
     digest,
     open_head,
@@ -61,6 +61,7 @@ class Published:
     def __init__(self, objects: Objects, shard: Shard, name: str = "") -> None:
         self.objects, self.shard, self.name = objects, shard, name
         self.prefix = shard.prefix(name)
+        self._block_sizes: bytes | None = None
 
     @property
     def where(self) -> str:
@@ -82,6 +83,7 @@ class Published:
         layout: Layout | None = self.__dict__.get("layout")
         if layout is None:
             layout = self.__dict__["layout"] = Layout.from_json(files.get("schema.json", b""), self.where)
+            self._block_sizes = files.get(BLOCK_SIZES)
         wrong = [
             array.name
             for array in layout.arrays.values()
@@ -104,12 +106,13 @@ class Published:
 
     @cached_property
     def files(self) -> DataFiles:
-        """The files that are fetched block by block."""
-        return DataFiles(self.layout)
+        """The files that are fetched block by block. Raises as `open`."""
+        layout = self.layout  # first, as it reads the head
+        return DataFiles(layout, self._block_sizes)
 
     @cached_property
     def digests(self) -> Array:
-        """(blocks,) u8: the digests of all blocks, fetched when the first of them is needed."""
+        """The digests of all blocks and groups, u8, fetched when the first of them is needed."""
         require_digests([self])
         digests: Array = self.__dict__["digests"]
         return digests
@@ -128,14 +131,14 @@ class Published:
         self.__dict__["digests"] = np.frombuffer(content, np.uint64)
         return True
 
-    def range_of(self, piece: range) -> Range:
-        """(path in the store, first byte, byte after the last) of neighbouring blocks of a file."""
+    def range_of(self, piece: Sequence[int]) -> Range:
+        """(path in the store, first byte, byte after the last) of ascending blocks of a file."""
         name, begin, stop = self.files.range_of(piece)
         return self.prefix + name, begin, stop
 
-    def is_right(self, piece: range, data: bytes) -> bool:
-        """Whether `data` is the bytes of the neighbouring blocks `piece`."""
-        return are_blocks(data, piece, self.digests)
+    def is_right(self, piece: Sequence[int], data: bytes) -> bool:
+        """Whether `data` is the bytes of the blocks `piece`, and of those between them."""
+        return self.files.are_right(data, piece, self.digests)
 
 
 def require_digests(folders: Sequence[Published]) -> None:
@@ -147,7 +150,7 @@ def require_digests(folders: Sequence[Published]) -> None:
     lacking = [each for each in folders if "digests" not in vars(each) and not each.take_digests(each.kept_digests())]
     for objects in {each.objects for each in lacking}:
         mine = [each for each in lacking if each.objects is objects]
-        files = [blocks_file(each.files.count) for each in mine]
+        files = [blocks_file(each.files.num_digests) for each in mine]
         ranges = [(e.prefix + BLOCKS_FILE, len(file.header), file.size) for e, file in zip(mine, files, strict=True)]
         for i, content in objects.stream(ranges, lambda i, data, mine=mine: mine[i].take_digests(data)):  # type: ignore[misc]
             mine[i].keep_digests(content)

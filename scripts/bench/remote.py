@@ -29,7 +29,6 @@ from bench.data import LONGEST, SCHEMAS, STEPS_OF_A_SHARD, Run, episodes, forge_
 from bench.measure import BOUND, OURS, Call, Goal, Row, finish, medians, throughput
 from bench.peers import installed
 from memmap_buffer import ConcatBuffer, ReplayBuffer, pack, publish
-from memmap_buffer.remote.layout import BLOCK
 
 LATENCY, BANDWIDTH = 0.02, 1e8  # seconds before each answer; bytes a second of all connections together
 SHARDS, THREADS, PIECE = 4, 16, 4 << 20
@@ -71,7 +70,7 @@ def epochs(run: Run, kind: str) -> Iterator[Row]:
 def samples(run: Run, kind: str) -> Iterator[Row]:
     """`sample(256)` with nothing in the cache: how often it waits for the server, and how long."""
     with serving(run, kind) as far:
-        trips, blocks, taken, least = [], [], [], []
+        trips, sent, taken, least = [], [], [], []
         for seed in range(max(3, run.repeats // 400)):
             with far.cache() as cache:
                 buffer = ConcatBuffer.from_root(far.server.url, cache=cache)
@@ -81,13 +80,13 @@ def samples(run: Run, kind: str) -> Iterator[Row]:
                 taken.append(time.perf_counter() - begin)
             told = far.server.told()
             trips.append(told["trips"])
-            blocks.append(told["sent"] / BLOCK)
+            sent.append(told["sent"] / 1e6)
             least.append(2 * LATENCY + told["sent"] / BANDWIDTH)
         count = max(trips)
         name = f"remote cold sample(256), {kind}"
         values = statistics.median(taken), statistics.median(least)
         yield finish(f"{name}, round trips", "", count, 2, count, Goal(2, at_most=True))
-        more = {"blocks": statistics.median(blocks)}
+        more = {"MB": statistics.median(sent)}
         yield finish(
             "  over 2 trips and its bytes", "ms", *(1e3 * v for v in values), values[0] / values[1], Goal(None), more
         )

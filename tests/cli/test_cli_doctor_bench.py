@@ -161,10 +161,12 @@ def test_doctor_tells_what_a_url_will_cost(case: Case, tmp_path: Path, capsys: p
 
 def test_what_a_url_costs_follows_from_what_was_measured() -> None:
     mb = 1 << 20
-    store = Store(1, 1, 1, 0, True, 0.02, 1000.0, 100.0 * mb, {"image": 1000.0 * mb, "reward": 0.5 * mb})
+    files, blocks = {"image": 1000.0 * mb, "reward": 0.5 * mb}, {"image": 1 << 18, "reward": 1 << 12}
+    store = Store(1, 1, 1, 0, True, 0.02, 1000.0, 100.0 * mb, files, blocks)
     assert store.epoch() == pytest.approx(0.04 + 1000.5 / 100)
     assert store.first_batch() == pytest.approx(0.04 + 2.56)
-    assert 200 < store.blocks_of(256) < 257
-    assert store.blocks_of(10**6) == pytest.approx(4002)
-    assert store.sample(256) == pytest.approx(0.04 + store.blocks_of(256) / 400)
+    assert 200 < store.blocks_of(256)[1 << 18] < 257 > store.blocks_of(256)[1 << 12] > 100
+    assert store.blocks_of(10**6) == pytest.approx({1 << 18: 4000, 1 << 12: 128})
+    num_bytes = sum(size * count for size, count in store.blocks_of(256).items())
+    assert store.sample(256) == pytest.approx(0.04 + num_bytes / (100 * mb))
     assert store.seconds(1, 0.0, 500.0) == pytest.approx(0.02 + 0.5)

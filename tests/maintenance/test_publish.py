@@ -742,8 +742,8 @@ def test_a_root_is_not_pulled_into_a_buffer(place: dict[str, Any], tmp_path: Pat
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        (b'"version":1', b'"version":2', "this release reads 1"),
-        (b'"block":262144', b'"block":1048576', "blocks of 1048576 bytes; this release reads 1, 262144"),
+        (b'"version":2', b'"version":3', "this release reads 1 and 2"),
+        (b'"block":262144', b'"block":1048576', "blocks of 1048576 bytes; this release reads 1 and 2, 262144"),
         (b"memmap-buffer-root", b"something", "another program wrote it"),
         (b'"one"', b'"../one"', "no name that a shard may have"),
         (b'"one"', b'".."', "no name that a shard may have"),

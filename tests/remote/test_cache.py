@@ -212,10 +212,11 @@ def test_a_check_gives_back_all_that_differs_and_nothing_else(place: Path, tmp_p
     assert check_cache(tmp_path) == {}
     rot(two.path / "data" / "state.npy", slice(BLOCK, BLOCK + 1))
     rot(head, slice(0, 1))
-    damaged = {two.path.name: BLOCK, f"heads/{head.name}": before.head_bytes}
+    block = two.files.block["data/state.npy"]
+    damaged = {two.path.name: block, f"heads/{head.name}": before.head_bytes}
     assert check_cache(tmp_path) == damaged
     assert (two.blocks.words[:, COUNTER] & 1).sum() == (two.blocks.words[:, LOCAL] == 0).sum() == 1
-    assert cache_contents(tmp_path).num_bytes == before.num_bytes - BLOCK
+    assert cache_contents(tmp_path).num_bytes == before.num_bytes - block
     assert not (one.blocks.words[:, COUNTER] & 1).any()
     assert check_cache(tmp_path) == {}
     equal(expected, far.batch(**OPTIONS))

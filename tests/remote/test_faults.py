@@ -25,6 +25,7 @@ from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, RemoteError, 
 from memmap_buffer.format.source import BLOCK, Rows
 from memmap_buffer.remote import objects
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, USED, Blocks
+from memmap_buffer.remote.layout import LEAST_BLOCK
 from memmap_buffer.remote.mirror import Taken, bring_later, fetch
 
 FIELDS = {
@@ -196,11 +197,12 @@ def test_two_processes_fetch_each_block_once(root, tmp_path):
         asked = Counter()
         for request in server.requests:
             if "/data/" in request.path:
-                for block in range(request.range[0] // BLOCK, -(-request.range[1] // BLOCK)):
+                for block in range(request.range[0] // LEAST_BLOCK, -(-request.range[1] // LEAST_BLOCK)):
                     asked[request.path, block] += 1
-        assert set(asked.values()) == {1}
-        before = len(server.requests)
-        compare(root, ConcatBuffer.from_root(server.url, cache=tmp_path))
+        assert sum(asked.values()) < 1.2 * len(asked)  # small gaps are asked for with the blocks around them
+        before, far = len(server.requests), ConcatBuffer.from_root(server.url, cache=tmp_path)
+        compare(root, far)
+        assert all((mirror.blocks.words[:, COUNTER] <= 2).all() for mirror in mirrors_of(far))
         assert all("/data/" not in request.path for request in server.requests[before:])
 
 
@@ -254,6 +256,11 @@ def test_an_interruption_at_a_lock_leaves_it_to_others(root, tmp_path, monkeypat
         assert not other.is_alive()
 
 
+def first_groups(mirror, count):
+    """The blocks of the first groups."""
+    return np.arange(mirror.files.groups[count])
+
+
 def wait_for(done):
     while not done():
         time.sleep(0.01)
@@ -299,7 +306,7 @@ def test_a_window_for_which_the_bound_has_no_room_beside_what_is_read_is_not_fet
     url = f"file://{root}/far"
     ((storage, rows),) = rows_of(ConcatBuffer.from_root(url, cache=tmp_path / "all"), 0)
     blocks = storage.mirror.blocks
-    size = sum(int(blocks.sizes[storage.mirror.blocks_of_rows(each)].sum()) for each in rows)
+    size = sum(int(blocks.sizes[np.unique(storage.mirror.blocks_of_rows(each))].sum()) for each in rows)
     for place, limit, is_fetched in (("less", 5 * size - 1, False), ("enough", 5 * size, True)):
         far = ConcatBuffer.from_root(url, cache=tmp_path / place, cache_bytes=limit)
         before = [absent(far, shard) for shard in (0, 1)]
@@ -348,7 +355,7 @@ def test_a_cache_that_others_fill_is_waited_for(root, tmp_path):
         try:
             for seed in range(first, first + 8):
                 options = {"timestep_level": True, "fields": ["state"], "seed": seed}
-                equal(near.sample(6, **options), far.sample(6, **options))
+                equal(near.sample(400, **options), far.sample(400, **options))
         except BaseException as error:
             failed.append(error)
 
@@ -367,7 +374,7 @@ def test_no_room_is_given_where_every_block_is_in_use(root, tmp_path, monkeypatc
     keep_blocks(monkeypatch)
     with pytest.raises(SchemaError, match="cache_bytes"):
         for seed in range(30):
-            far.sample(6, seed=seed, **OPTIONS)
+            far.sample(64, seed=seed, **OPTIONS)
     assert local_bytes(far) <= 16 * BLOCK
     monkeypatch.undo()
     compare(root, far, size=4)
@@ -379,10 +386,11 @@ def test_a_fetch_gives_back_no_block_of_its_own_batch(root, tmp_path, monkeypatc
     monkeypatch.setattr(Blocks, "touch", lambda self, blocks, second: None)  # as if all within a second
     (mirror, *others) = mirrors_of(far)
     for other in others:  # the cache is full of what nobody asks for
-        fetch({other: np.arange(8)})
-    both = np.arange(other.files.count)[:8]
-    fetch({mirror: both[:4]})
-    mirror.blocks.words[both[:4], USED], others[0].blocks.words[:, USED] = 1, 9
+        fetch({other: first_groups(other, 8)})
+    both, half = first_groups(mirror, 8), first_groups(mirror, 4)
+    fetch({mirror: half})
+    assert local_bytes(far) + mirror.blocks.sizes[both].sum() > 16 * BLOCK
+    mirror.blocks.words[half, USED], others[0].blocks.words[:, USED] = 1, 9
     others[1].blocks.words[:, USED] = 9
     taken = Taken(fetch({mirror: both}))
     assert taken.unchanged()
@@ -399,9 +407,9 @@ def test_what_does_not_fit_is_neither_counted_nor_fetched(root, tmp_path):
     kept = [(mirror.blocks, np.arange(mirror.files.count)) for mirror in (one, other)]
     for mirror, (_, every) in zip((one, other), kept, strict=True):
         fetch({mirror: every})
-    wanted = [(third.blocks, np.arange(4))]
+    wanted = [(third.blocks, first_groups(third, 4))]
     before = local_bytes(far)
-    assert before <= limit < before + third.blocks.sizes[:4].sum()
+    assert before <= limit < before + third.blocks.sizes[wanted[0][1]].sum()
     assert not one.cache.reserve(wanted, kept)
     assert local_bytes(far) == before
     assert int.from_bytes((tmp_path / "cache" / "usage").read_bytes(), "little") == before
@@ -417,7 +425,7 @@ def test_a_kill_at_each_write_leaves_nothing_wrong(root, tmp_path):
         with system(at, kill=True, half=True, only=("pwrite", "punch", "create", "rename")):
             far = ConcatBuffer.from_root(url, cache=tmp_path, cache_bytes=16 * BLOCK)
             for seed in range(8):
-                far.sample(4, seed=seed, **OPTIONS)
+                far.sample(64, seed=seed, **OPTIONS)
 
     for at in (1, 3, 6, 12, 20, 28, 33, 40, 55):
         child = os.fork()

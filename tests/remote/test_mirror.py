@@ -160,7 +160,7 @@ def test_a_bound_is_kept_and_no_hole_is_ever_seen(root, tmp_path):
         try:
             for seed in range(first, first + 15):
                 options = {"timestep_level": True, "fields": ["state", "reward"], "seed": seed}
-                equal(near.sample(2, **options), far.sample(2, **options))
+                equal(near.sample(32, **options), far.sample(32, **options))
         except BaseException as error:
             failed.append(error)
 

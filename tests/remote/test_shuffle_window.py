@@ -90,11 +90,11 @@ def test_every_block_is_fetched_about_once_and_the_log_and_info_say_so(
         sent = server.sent - asked
         assert sorted(given) == list(range(SHARDS * EPISODES * STEPS))
         assert given != sorted(given)
-        most = 2.5 if "num_workers" in options else 1.5  # what is drawn for workers is several of these small windows
+        most = 2.5 if "num_workers" in options else 1.6  # what is drawn for workers is several of these small windows
         assert sent < most * size_of(far, *options.get("fields", ()))
         assert main("info", server.url, "--cache", tmp_path, "--json") == 0
         told = read_json(capsys.readouterr().out)
-    assert 0.98 * sent < told["fetched"] <= sent  # the digests of blocks come with them
+    assert 0.9 * sent < told["fetched"] <= sent  # digests come with them, and small gaps between blocks
     assert told["needed"] >= 0.9 * size_of(far, *options.get("fields", ()))
     said = [record for record in caplog.records if "has room" in record.message or "were fetched" in record.message]
     often = told["fetched"] > OFTEN * told["needed"]
@@ -119,7 +119,7 @@ def test_blocks_that_are_fetched_again_and_again_are_a_warning(
     far: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = opened(far, tmp_path)
-    list(data.dataloader(16, **{**OPTIONS, "shuffle": True}, fields=["frame"]))
+    list(data.dataloader(16, shuffle=True, seed=1, view=Window(4, stride=1, fields=["frame"])))
     (said,) = [record for record in caplog.records if "were fetched" in record.message]
     assert said.levelno == logging.WARNING
     assert "times; give a larger cache_bytes, or shuffle='block'" in said.message

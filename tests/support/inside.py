@@ -533,7 +533,7 @@ def give_back(mirror: Any, block: int) -> bool:
     """Give the space of a block back, unless somebody is at it."""
     cache = import_module("memmap_buffer.remote.cache")
     with Folder(mirror.path).kept_open() as folder:
-        return cache._give_back(folder, mirror.blocks, mirror.files, block)
+        return bool(len(cache._give_back(folder, mirror.blocks, mirror.files, np.array([block]))))
 
 
 def look_at_the_boot(mirror: Any) -> None:

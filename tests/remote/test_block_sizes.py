@@ -1,0 +1,180 @@
+"""The blocks of a published version: about a row each, so that few bytes are fetched for few rows."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from inside import give_back, mirror_of
+from range_server import RangeServer
+
+from memmap_buffer import ConcatBuffer, CorruptBufferError, ReplayBuffer, pack, publish, pull, verify
+from memmap_buffer.format.layout import Layout
+from memmap_buffer.format.source import BLOCK
+from memmap_buffer.remote import layout
+from memmap_buffer.remote.blocks import COUNTER
+from memmap_buffer.remote.layout import DataFiles, sizes_of_blocks
+from memmap_buffer.remote.mirror import fetch
+
+GOLDEN = Path(__file__).parent.parent / "format" / "golden"
+STEPS = {"timestep_level": True}
+FIELDS = {"state": ("float", (16,)), "image": ("uint8", (100, 100)), "reward": "float", "done": "bool"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`near` is a packed folder, whose images have 20 MB, and `far` what was published of it."""
+    place, rng = tmp_path_factory.mktemp("root"), np.random.default_rng(0)
+    with ReplayBuffer(place / "grid", 20, 100, FIELDS) as buffer:
+        for _ in range(20):
+            shapes = {name: (100, *(() if isinstance(spec, str) else spec[1])) for name, spec in FIELDS.items()}
+            buffer.store_episode(**{name: rng.integers(0, 2, shape) for name, shape in shapes.items()})
+    pack(place / "grid", place / "near")
+    publish(place / "near", f"file://{place}/far")
+    return place
+
+
+def layout_of(root: Path) -> Layout:
+    return Layout.from_json((root / "near" / "schema.json").read_bytes(), "")
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for key, values in one.items():
+        assert torch.equal(values, other[key]), key
+
+
+def test_a_block_has_room_for_a_row_and_a_small_file_is_one_block(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = sizes_of_blocks(layout_of(root))
+    assert few == {
+        "data/state.npy": BLOCK,
+        "data/image.npy": 16384,
+        "data/reward.npy": BLOCK,
+        "data/done.npy": BLOCK,
+    }
+    monkeypatch.setattr(layout, "BLOCK", 4096)
+    assert set(sizes_of_blocks(layout_of(root)).values()) == {4096}
+
+
+def test_blocks_are_larger_where_there_would_be_too_many(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = DataFiles(layout_of(root))
+    for most, expected in ((2000, 16384), (1000, 32768), (10, BLOCK)):
+        monkeypatch.setattr(layout, "MOST_BLOCKS", most)
+        assert sizes_of_blocks(layout_of(root))["data/image.npy"] == expected
+    assert files.num_digests == files.count == len(files.groups)
+
+
+def test_a_few_rows_take_few_bytes_and_then_their_groups_are_fetched_whole(root: Path, tmp_path: Path) -> None:
+    near, sent = ReplayBuffer.from_folder(root / "near"), []
+    with RangeServer(root / "far") as server:
+        far = ReplayBuffer.from_folder(f"{server.url}/near", cache=tmp_path)
+        for seed in range(3):
+            server.told()
+            options = {**STEPS, "fields": ["image"], "seed": seed}
+            equal(near.sample(8, **options), far.sample(8, **options))
+            sent.append(server.told()["sent"])
+        blocks, files = mirror_of(far).blocks, mirror_of(far).files
+        equal(near.batch(**STEPS), far.batch(**STEPS))
+        assert mirror_of(far).whole() is not None
+    assert sent[0] < 8 * 2 * 16384 + 8 * files.num_digests + 1000
+    assert max(sent) <= 8 * 2 * BLOCK
+    assert (blocks.words[:, COUNTER] == 2).all()  # each was fetched once
+
+
+@pytest.mark.parametrize(("num_bytes", "is_whole"), [(BLOCK // 4, False), (BLOCK // 2, True)])
+def test_a_group_of_which_half_is_wanted_is_fetched_whole(
+    root: Path, tmp_path: Path, num_bytes: int, is_whole: bool
+) -> None:
+    mirror = mirror_of(ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path))
+    chosen = np.unique(mirror.blocks_of("data/image.npy", np.array([BLOCK]), np.array([BLOCK + num_bytes])))
+    fetch({mirror: chosen})
+    assert not len(mirror.blocks.absent(chosen))
+    assert (not len(mirror.blocks.absent(mirror.files.in_groups(chosen)))) == is_whole
+
+
+def test_a_group_that_is_come_to_again_is_fetched_whole(root: Path, tmp_path: Path) -> None:
+    mirror = mirror_of(ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path))
+    first = mirror.files.first["data/image.npy"]
+    of_group = mirror.files.in_groups(np.array([first]))
+    fetch({mirror: np.array([first])})
+    assert mirror.blocks.absent(of_group).tolist() == of_group[1:].tolist()
+    fetch({mirror: np.array([first])})
+    assert mirror.blocks.absent(of_group).tolist() == of_group[1:].tolist()
+    fetch({mirror: np.array([first + 5])})
+    assert not len(mirror.blocks.absent(of_group))
+    assert len(mirror.blocks.absent(np.arange(mirror.files.count))) == mirror.files.count - len(of_group)
+
+
+def test_a_cache_that_cannot_keep_all_gets_no_more_than_the_blocks_of_the_rows(root: Path, tmp_path: Path) -> None:
+    with RangeServer(root / "far") as server:
+        far = ReplayBuffer.from_folder(f"{server.url}/near", cache=tmp_path, cache_bytes=16 * BLOCK)
+        for seed in range(4):
+            server.told()
+            far.sample(8, seed=seed, fields=["image"], **STEPS)
+            assert server.told()["sent"] < 8 * 3 * 16384 + 10_000
+
+
+def test_what_was_whole_is_looked_at_again_after_a_block_was_given_back(root: Path, tmp_path: Path) -> None:
+    far = ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path)
+    near = ReplayBuffer.from_folder(root / "near").batch(**STEPS)
+    equal(near, far.batch(**STEPS))
+    mirror = mirror_of(far)
+    for block in (0, mirror.files.count - 1):
+        taken = mirror.whole()
+        assert taken is not None
+        assert taken.unchanged()
+        assert give_back(mirror, block)
+        assert not taken.unchanged()
+        assert mirror.whole() is None
+        equal(near, far.batch(**STEPS))
+
+
+def test_wrong_bytes_are_found_whether_a_block_is_checked_or_a_group(root: Path, tmp_path: Path) -> None:
+    mirror = mirror_of(ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path))
+    data, first = (root / "near" / "data" / "image.npy").read_bytes(), mirror.files.first["data/image.npy"]
+    pieces = [[first], [first, first + 2], list(range(first + 3, first + 70)), list(range(first, first + 1221))]
+    for piece in pieces:
+        _, begin, stop = mirror.files.range_of(piece)
+        assert mirror.is_right(piece, data[begin:stop])
+        for at in (0, (stop - begin) // 2, stop - begin - 1):
+            wrong = bytearray(data[begin:stop])
+            wrong[at] ^= 1
+            assert not mirror.is_right(piece, bytes(wrong))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b"1", b"\xff", "fewer", "more", 0, 4095, 5000, 2 * BLOCK, 4096.0, True, "4096", None],
+    ids=str,
+)
+def test_sizes_that_are_none_are_refused(root: Path, content: object) -> None:
+    sizes: dict[str, object] = dict(sizes_of_blocks(layout_of(root)))
+    if content == "fewer":
+        sizes.popitem()
+    elif content == "more":
+        sizes["data/other.npy"] = 4096
+    else:
+        sizes["data/image.npy"] = content
+    data = content if isinstance(content, bytes) else json.dumps(sizes).encode()
+    with pytest.raises(CorruptBufferError, match=r"blocks\.json: got .*expected the sizes of the blocks"):
+        DataFiles(layout_of(root), data)
+
+
+def test_what_version_1_published_is_read_and_pulled(tmp_path: Path) -> None:
+    url = f"file://{GOLDEN}/v1-published"
+    options = {**STEPS, "format": "numpy"}
+    expected = ReplayBuffer.from_folder(GOLDEN / "v1-packed").batch(**options)
+    far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
+    one = ReplayBuffer.from_folder(f"{url}/v1-packed", cache=tmp_path / "cache")
+    assert repr(far.batch(**options)) == repr(one.batch(**options)) == repr(expected)
+    assert set(mirror_of(one).files.block.values()) == {BLOCK}
+    pull(url, tmp_path / "copy")
+    assert verify(tmp_path / "copy" / "v1-packed") == []
+
+
+def test_a_pulled_folder_has_the_files_that_were_published_and_no_others(root: Path, tmp_path: Path) -> None:
+    pull(f"file://{root}/far", tmp_path)
+    files = [{str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()} for f in (tmp_path / "near", root / "near")]
+    assert files[0] == files[1]
+    assert verify(tmp_path / "near") == []
