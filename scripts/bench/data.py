@@ -135,7 +135,7 @@ def forge(folder: Path, episodes: int, steps: int, fields: Fields) -> Path:
 
 def forge_root(folder: Path, count: int, episodes: int = 10) -> Path:
     """A root of so many shards, of which the list and the heads are there: those of one with other ids."""
-    place = folder.with_name(f"{folder.name}-one")
+    place = folder.with_name(f"{folder.name}-one").resolve()
     with ReplayBuffer(place / "grid", episodes, STEPS_OF_A_SHARD // episodes, LOW) as buffer:
         for i in range(episodes):
             buffer.store_episode(**episode(LOW, STEPS_OF_A_SHARD // episodes, np.random.default_rng(i)))

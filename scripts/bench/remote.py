@@ -173,7 +173,7 @@ class Published:
 
 def published(run: Run, kind: str) -> Published:
     """Some shards of a kind, packed, and published to a folder."""
-    place, steps, reward = run.folder(f"published-{kind}"), 0, 0.0
+    place, steps, reward = run.folder(f"published-{kind}").resolve(), 0, 0.0
     for i in range(SHARDS):
         count = run.steps_of(kind) // SHARDS
         with ReplayBuffer(place / "grid", len(lengths(count, i)), LONGEST, SCHEMAS[kind]) as buffer:
