@@ -325,12 +325,23 @@ class Recording(Editing):
             self._missed(error, steps)
             raise
 
-    def end_episodes(self) -> None:
-        """Publish the open episodes of `add`, flagged as cut short. `close` does so, too."""
+    def end_episodes(self, environments: Any = None) -> None:
+        """Publish the open episodes of `add`, flagged as cut short. `close` does so, too.
+
+        Args:
+            environments: the numbers of the environments whose episodes end, or a mask of all, (B,); the next `add`
+                begins others there, and goes on elsewhere. None: all, and the next `add` may be of another B.
+
+        Raises:
+            SchemaError: there is no environment of such a number, or the mask is not of the B that run.
+        """
         with self._turn:
-            if self._stream is not None:
-                self._stream.publish()
-            self._let_stream_go()
+            if environments is None:
+                if self._stream is not None:
+                    self._stream.publish()
+                self._let_stream_go()
+            elif self._stream is not None:
+                self._stream.end(_numbers_of(environments, len(self._stream)))
             self._settle_errors()
 
     @property
@@ -546,6 +557,19 @@ def _begin_in_stream(reference: ref[Recording]) -> Episode:
     buffer = reference()
     assert buffer is not None
     return buffer._writer_with_room().open({}, statement=ended_statement)
+
+
+def _numbers_of(environments: Any, size: int) -> list[int]:
+    """The numbers of environments, of `size` that run. Raises SchemaError: they are no numbers or mask of these."""
+    which = np.atleast_1d(to_numpy(environments))
+    numbers = np.flatnonzero(which) if which.dtype == np.bool_ and which.shape == (size,) else which
+    is_wrong = numbers.ndim > 1 or numbers.dtype.kind not in "iu"
+    if numbers.size and (is_wrong or numbers.min() < 0 or numbers.max() >= size):
+        raise SchemaError(
+            f"end_episodes: got environments={which.tolist()}, expected numbers from 0 to {size - 1}, or a mask of "
+            f"{size} bools"
+        )
+    return [int(number) for number in numbers]
 
 
 def _errors_of(values: Any, shape: tuple[int, ...], axes: str) -> FloatArray:

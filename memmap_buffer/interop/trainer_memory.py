@@ -105,8 +105,8 @@ class TrainerMemory:
         goes_on = np.zeros(self.num_envs, np.bool_) if before is None else equal_rows(before, step)
         if waiting:
             self._store_waiting(goes_on)
-        elif not (self.over | goes_on).all():  # an environment was reset without an end of its episode
-            self.disk.end_episodes()
+        elif (reset := ~(self.over | goes_on)).any():  # without an end of its episode
+            self.disk.end_episodes(reset)
         if TRUNCATED in step:
             self._store(step, following)
             self.over = (step[TERMINATED] | step[TRUNCATED]).reshape(self.num_envs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -264,8 +264,21 @@ class EpisodeStream(EpisodeGroup):
         if steps.meta:
             self._keep_meta({name: values[at] for name, values in steps.meta.items()}, steps.recorded)
 
-    def publish(self, *, cut: bool = True) -> None:
-        """Publish what is open, as `cut` short where it did not end; what was seen last is the final observation."""
+    def end(self, environments: Collection[int]) -> None:
+        """Publish the open episodes of some environments, as cut short; their next timesteps begin others."""
+        for i in environments:  # first: whatever interrupts this, what comes next is not seen as what followed
+            self._cut.pop(i, None)
+            self.over[i] = False
+        if environments:
+            self.publish(among=environments)
+
+    def publish(self, *, cut: bool = True, among: Collection[int] | None = None) -> None:
+        """Publish what is open, as `cut` short where it did not end; what was seen last is the final observation.
+
+        Args:
+            cut: whether it is cut short.
+            among: the environments whose episodes are published; None: all.
+        """
         missing = self._missing
         if missing is not None:
             self._settle()  # an end that was shown counts, also where the program ends behind an interruption
@@ -273,7 +286,7 @@ class EpisodeStream(EpisodeGroup):
         self._round, self._sure = None, False  # also behind the last of them: none is appended to again
         ends = {}
         for i, episode in enumerate(self.episodes):
-            if episode.state == "open":
+            if episode.state == "open" and (among is None or i in among):
                 self._tell_meta([i])
                 final = {name: rows[i] for name, rows in self._following.items()}
                 if episode.length and final and not (episode.ended or episode.finals) and _has_room(episode, final):

@@ -127,14 +127,15 @@ def test_where_the_episodes_are_ended_right_after_an_interruption_an_end_that_is
 
 
 @pytest.mark.parametrize("stride", [61, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("environments", [None, [0]], ids=["of all", "of one"])
 @pytest.mark.parametrize("mode", ["ram", "step", "written"], indirect=True)
-def test_where_the_end_of_all_episodes_is_interrupted_the_next_step_ends_the_others(
-    tmp_path: Path, mode: str, stride: int
+def test_where_the_end_of_episodes_is_interrupted_the_next_step_ends_the_others(
+    tmp_path: Path, mode: str, environments: list[int] | None, stride: int
 ) -> None:
     for at in count(0, stride):
         program = Program(tmp_path / str(at), mode, skips_resets=False, following=True)
         program.add("plain", "plain")
-        error = interrupted(program.buffer.end_episodes, at=at)
+        error = interrupted(partial(program.buffer.end_episodes, environments), at=at)
         program.add("plain", "end")
         program.buffer.end_episodes()
         assert program.buffer.num_steps == program.buffer.num_added == 4 * SIZE

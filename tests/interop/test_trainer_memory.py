@@ -63,14 +63,17 @@ def test_every_transition_is_kept_and_none_leads_across_a_reset(
     assert verify(tmp_path) == []
 
 
-def test_only_the_episode_that_was_reset_ends_where_the_next_step_tells(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["ends are told", "the next step tells"])
+def test_only_the_episode_that_was_reset_ends_where_the_next_step_tells(tmp_path: Path, told: bool) -> None:
     memory = opened(tmp_path, 2)
     for now, following in (([0, 10], [1, 11]), ([1, 11], [2, 12]), ([5, 12], [6, 13]), ([6, 13], [7, 14])):
-        memory.add({"x": np.array(now), "terminated": np.zeros(2, bool)}, {"x": np.array(following)})
+        step = {"x": np.array(now), "terminated": np.zeros(2, bool)}
+        memory.add({**step, "truncated": np.zeros(2, bool)} if told else step, {"x": np.array(following)})
     memory.end_episodes()
     assert sorted(memory.disk.episode_lens.tolist()) == [2, 2, 4]
+    assert pairs(memory) == sorted((x, x + 1, False) for x in (0, 1, 5, 6, 10, 11, 12, 13))
     truncated = memory.disk.get_all_data()["truncated"]
-    assert int(truncated.sum()) == 3  # two at the end
+    assert int(truncated.sum()) == (0 if told else 3)  # two at the end
 
 
 def test_the_end_of_an_episode_that_is_told_cuts_no_other(tmp_path: Path) -> None:

@@ -139,6 +139,68 @@ def test_chunks_of_any_length_give_what_a_list_for_each_environment_gives(tmp_pa
     assert found(ReplayBuffer.from_folder(folder)) == slow(steps, end=True)  # `close` keeps what is open
 
 
+@pytest.mark.parametrize("how", HOW.values(), ids=list(HOW))
+@pytest.mark.parametrize("told", [True, False], ids=["what follows is told", "it is not"])
+def test_where_the_episodes_of_some_environments_are_ended_the_others_go_on(tmp_path, how, told):
+    resets = np.random.default_rng(0).random((60, 3)) < 0.2
+    steps, expected = steps_of(np.zeros((60, 3))), [[[]] for _ in range(3)]
+    if not told:
+        del steps["next_observation"]
+    with make(tmp_path, 200, **how) as buffer:
+        buffer.end_episodes([0, 1])  # none runs yet
+        for t in range(60):
+            for i in range(3):
+                if len(expected[i][-1]) == LIMIT:
+                    expected[i].append([])
+                expected[i][-1].append(steps["reward"][t, i])
+            buffer.add(**at(steps, t))
+            buffer.end_episodes(resets[t] if t % 2 else np.flatnonzero(resets[t]))
+            for i in np.flatnonzero(resets[t]):
+                expected[i].append([])
+        buffer.end_episodes()
+        assert buffer.num_added == buffer.num_steps == 180
+        stored = [episode for _, episode in shown(buffer)]
+    assert sorted(episode["reward"] for episode in stored) == sorted(rows for own in expected for rows in own if rows)
+    for episode in stored:
+        numbers, final = [int(4 * reward) for reward in episode["reward"]], episode["observation"]["y"][-1]
+        t, i = divmod(numbers[-1], 3)
+        if told:
+            assert final == numbers[-1] + 1000
+        elif len(numbers) == LIMIT and t < 59 and not resets[t, i]:
+            assert final == numbers[-1] + 3  # what the next step began with
+        else:
+            assert final == numbers[-1]  # it has none
+
+
+@pytest.mark.parametrize(
+    "environments", [3, -1, [0, 3], [0.0], [[0, 1]], [True, False], np.ones((3, 1), bool), "all"], ids=repr
+)
+def test_the_environments_whose_episodes_are_to_end_are_among_those_that_run(tmp_path, environments):
+    with make(tmp_path) as buffer:
+        buffer.add(**at(steps_of(np.zeros((1, 3))), 0))
+        expected = r"end_episodes: got environments=.*, expected numbers from 0 to 2, or a mask of 3 bools"
+        with pytest.raises(SchemaError, match=expected):
+            buffer.end_episodes(environments)
+        assert len(buffer) == 0
+        buffer.end_episodes([])
+        buffer.end_episodes(np.int64(1))
+        assert len(buffer) == 1 and buffer.num_steps == 1
+
+
+def test_an_environment_that_is_reset_by_hand_gives_a_step_where_resets_are_left_out(tmp_path):
+    ends = np.zeros((3, 3), int)
+    ends[0] = [1, 1, 0]
+    steps = steps_of(ends)
+    with make(tmp_path, skips_resets=True) as buffer:
+        buffer.add(**at(steps, 0))
+        buffer.end_episodes([0])  # and its reset is no step
+        buffer.add(**at(steps, 1))
+        buffer.add(**at(steps, 2))
+        buffer.end_episodes()
+        rewards = [(np.array(episode["reward"]) * 4).astype(int).tolist() for _, episode in shown(buffer)]
+        assert sorted(rewards) == [[0], [1], [2, 5, 8], [3, 6], [7]]
+
+
 @pytest.mark.parametrize("publish", ["step", "episode"])
 @pytest.mark.parametrize("size", [None, 3])
 def test_groups_and_fields_that_are_left_out_are_stored_step_by_step_as_all_at_once(tmp_path, size, publish):
