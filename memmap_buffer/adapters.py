@@ -25,8 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.choices import IfExists, Verify, check_choice
+from memmap_buffer.conditions import column_of, matching
 from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
+from memmap_buffer.episode_columns import TAGS, EpisodeColumns, tags_of
 from memmap_buffer.extras import extra
+from memmap_buffer.format.marks import Mark
 from memmap_buffer.items.filters import matches
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, is_url, path_of
@@ -37,7 +40,6 @@ from memmap_buffer.writing.episode import Episode
 from memmap_buffer.writing.episode_group import EpisodeGroup
 
 if TYPE_CHECKING:
-    from memmap_buffer.conditions import column_of, matching
     from memmap_buffer.environments import (
         decode_space,
         encode_space,
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
         schema_of,
         spaces_of,
     )
-    from memmap_buffer.episode_columns import TAGS, EpisodeColumns, tags_of
-    from memmap_buffer.format.marks import Mark
     from memmap_buffer.interop.columns import equal_rows
     from memmap_buffer.interop.episodes import (
         exported_episodes,
@@ -117,39 +117,21 @@ __all__ = [
     "write_names",
 ]
 
-_LATER = {  # module -> its names; it needs an optional package, serves tables, or imports this module itself
-    "environments": {
-        "decode_space",
-        "encode_space",
-        "image_codec",
-        "names_of",
-        "resets_by_a_step",
-        "schema_of",
-        "spaces_of",
-    },
-    "conditions": {"column_of", "matching"},
-    "episode_columns": {"EpisodeColumns", "TAGS", "tags_of"},
-    "format.marks": {"Mark"},
-    "interop.columns": {"equal_rows"},
-    "interop.episodes": {
-        "exported_episodes",
-        "import_episodes",
-        "read_extra",
-        "read_names",
-        "write_extra",
-        "write_names",
-    },
-    "interop.target": {"Target"},
-    "loading.datasets": {"EpisodeDataset", "loader_of"},
-    "loading.prefetch": {"Device", "to_device"},
-    "loading.tensors": {"to_tensors"},
-    "maintenance.repair": {"LOST"},
+_LATER = {  # module -> its names; it needs an optional package, takes long to import, or imports this module itself
+    "environments": "decode_space encode_space image_codec names_of resets_by_a_step schema_of spaces_of",
+    "interop.columns": "equal_rows",
+    "interop.episodes": "exported_episodes import_episodes read_extra read_names write_extra write_names",
+    "interop.target": "Target",
+    "loading.datasets": "EpisodeDataset loader_of",
+    "loading.prefetch": "Device to_device",
+    "loading.tensors": "to_tensors",
+    "maintenance.repair": "LOST",
 }
 
 
 def __getattr__(name: str) -> Any:
     for module, names in _LATER.items():
-        if name in names:
+        if name in names.split():
             attribute = globals()[name] = getattr(importlib.import_module(f"memmap_buffer.{module}"), name)
             return attribute
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
