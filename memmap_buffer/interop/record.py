@@ -132,12 +132,12 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         """
         recorder = self._recorder
         with recorder.stepping():
-            observation, reward, terminated, truncated, info = self.env.step(action)
+            result = self.env.step(action)
             if self._autoreset and recorder.states[0].over:
-                recorder.begin(0, observation, None)
+                recorder.begin(0, result[0], None)
             else:
-                recorder.store(0, Step(action, reward, terminated, truncated, observation, info))
-        return observation, reward, terminated, truncated, info
+                recorder.store(0, action, *result)
+        return result
 
     def close(self) -> None:
         """Close the environment, and the buffer if it was given as a folder."""
@@ -227,7 +227,7 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
             replaced = self._mode is AutoresetMode.SAME_STEP and ends[i]
             last = infos["final_obs"][i] if replaced else observation
             info = infos.get("final_info", {}) if replaced else infos
-            recorder.store(i, Step(action, rewards[i], terminations[i], truncations[i], last, info, i))
+            recorder.store(i, action, last, rewards[i], terminations[i], truncations[i], info, i)
             if replaced:
                 recorder.begin(i, observation, None)
 
@@ -292,23 +292,6 @@ class EnvState:
     over: bool = False
     episode: Episode | None = None
     episode_return: float = 0.0
-
-
-@dataclass
-class Step:
-    """The action and the result of a step of one environment; with an `index`, `info` is that of the whole vector."""
-
-    action: Any
-    reward: Any
-    terminated: Any
-    truncated: Any
-    observation: Any
-    info: Mapping[str, Any]
-    index: int | None = None
-
-    def look_up(self, path: str) -> Any:
-        """The entry of `info` under a dotted path, or None."""
-        return _look_up(self.info, path, self.index)
 
 
 class EnvRecorder:
@@ -390,38 +373,46 @@ class EnvRecorder:
             if state.episode is None:
                 state.observation = None
 
-    def store(self, i: int, step: Step) -> None:
-        """Record one step, and publish the episode if it ended."""
-        state = self.states[i]
-        state.over = bool(step.terminated or step.truncated)
+    def store(
+        self,
+        i: int,
+        action: Any,
+        observation: Any,
+        reward: Any,
+        terminated: Any,
+        truncated: Any,
+        info: Mapping[str, Any],
+        index: int | None = None,
+    ) -> None:
+        """Record one step, and publish the episode if it ended. With an `index`, `info` is that of the whole vector."""
+        state, schema = self.states[i], self.buffer.schema
+        state.over = bool(terminated or truncated)
         if state.episode is None:
             return
-        values = {
-            "observation": state.observation,
-            "action": encode_space(self._action_space, step.action),
-            "reward": step.reward,
-            "terminated": bool(step.terminated),
-            "truncated": bool(step.truncated),
+        encoded = encode_space(self._action_space, action)
+        values = {"observation": state.observation, "action": encoded, "reward": reward}
+        for kind, flag in (("terminated", bool(terminated)), ("truncated", bool(truncated))):
+            name = getattr(schema, kind) or kind
+            shape = schema.fields[name].shape if name in schema.fields else ()
+            values |= {kind: flag, name: np.full(shape, flag) if shape else flag}
+        infos = {
+            name: value for name, path in self._infos.items() if (value := _look_up(info, path, index)) is not None
         }
-        schema = self.buffer.schema
-        for name, flag in ((schema.terminated, step.terminated), (schema.truncated, step.truncated)):
-            values |= {} if name is None else {name: np.full(schema.fields[name].shape, bool(flag))}
-        infos = {name: value for name, path in self._infos.items() if (value := step.look_up(path)) is not None}
         state.episode.store(**self._declared(values), **infos)
-        state.episode_return += float(step.reward)
-        state.observation = deepcopy(encode_space(self._observation_space, step.observation))
+        state.episode_return += float(reward)
+        state.observation = deepcopy(encode_space(self._observation_space, observation))
+        if state.over or state.episode.length == self.buffer.max_timesteps:
+            flags = (value for name in SUCCESS if (value := _look_up(info, name, index)) is not None)
+            self._publish(state, success=next(flags, None), cut=not state.over)
         if state.over:
-            self._publish(state, step, cut=False)
             state.observation = None
-        elif state.episode.length == self.buffer.max_timesteps:
-            self._publish(state, step, cut=True)
 
     def leave(self, which: Sequence[int]) -> None:
         """Publish or drop the open episodes of environments that are about to be reset or closed."""
         for i in which:
             state, self.states[i] = self.states[i], EnvState()
             if state.episode is not None and state.episode.length and self._keep_partial:
-                self._publish(state, None, cut=True)
+                self._publish(state, cut=True)
             elif state.episode is not None:
                 state.episode.abort()
 
@@ -430,15 +421,15 @@ class EnvRecorder:
         if self._owned:
             self.buffer.close()
 
-    def _publish(self, state: EnvState, step: Step | None, *, cut: bool) -> None:
+    def _publish(self, state: EnvState, *, success: Any = None, cut: bool) -> None:
+        """Publish the open episode. `success`: whether the last info says so; None: it says nothing."""
         episode = state.episode
         assert episode is not None
         final = self._declared({"observation": state.observation}, self.buffer.schema.final_names)
         if final:
             episode.final(**final)
         meta: dict[str, Any] = {"episode_return": state.episode_return, "episode_length": episode.length}
-        success = [value for name in SUCCESS if step is not None and (value := step.look_up(name)) is not None]
-        meta |= {"success": bool(success[0])} if success else {}
+        meta |= {} if success is None else {"success": bool(success)}
         meta |= {} if state.seed is None else {"seed": state.seed, GIVEN_SEED: True}
         episode.update({name: value for name, value in meta.items() if name in self.buffer.schema.meta_fields})
         episode.publish(cut=cut)

@@ -331,6 +331,23 @@ def test_an_episode_longer_than_the_buffer_takes_becomes_several_that_lack_nothi
     assert [piece["truncated"].sum() for piece in pieces] == [0, 0, 1]
 
 
+class Endless(Probe):
+    """A Probe that does not end; all but its fourth step say that they are a success."""
+
+    def step(self, action):
+        observation, reward, _, _, info = super().step(action)
+        return observation, reward, False, False, {**info, "success": self._t != 4}
+
+
+def test_each_part_of_a_long_episode_is_a_success_where_its_last_info_says_so(tmp_path):
+    with RecordEpisodes(Endless(), tmp_path, max_episodes=9, max_timesteps=2, keep_partial=True) as recorder:
+        recorder.reset(seed=0)
+        for _ in range(5):
+            recorder.step(recorder.action_space.sample())
+    parts = ReplayBuffer.from_folder(tmp_path).episodes(fields=())
+    assert parts["success"].tolist() == [1, 0, -1]  # the last one was left
+
+
 def test_a_buffer_that_is_open_already_is_given_what_it_declares_and_stays_open(tmp_path):
     fields = {"observation": ("float", 4), "action": "int", "mine": ("int", (), 7)}
     buffer = ReplayBuffer(tmp_path / "b", 9, LIMIT, fields, {"seed": "int", "task": "U8"})
