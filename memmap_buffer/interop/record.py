@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +24,13 @@ from memmap_buffer.adapters import (
     resets_by_a_step,
     schema_of,
     spaces_of,
+    to_numpy,
 )
 from memmap_buffer.interop.episodes import read_names, write_names
 
 with extra("gymnasium"):
     import gymnasium
     from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
-    from gymnasium.vector.utils import iterate
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,6 +50,7 @@ META: dict[str, Any] = {
     "success": Field("int8", default=-1),
 }
 Place = AnyPath | ReplayBuffer
+Row = dict[str, Any]
 
 
 class _Recorded:
@@ -121,7 +121,7 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         self._recorder.check_seed(seed)
         self._recorder.leave([0])
         observation, info = self.env.reset(seed=seed, options=options)
-        self._recorder.begin(0, observation, seed)
+        self._recorder.begin(0, self._recorder.row("observation", self.observation_space, observation), seed)
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -132,12 +132,14 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         """
         recorder = self._recorder
         with recorder.stepping():
-            result = self.env.step(action)
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            following = recorder.row("observation", self.observation_space, observation)
             if self._autoreset and recorder.states[0].over:
-                recorder.begin(0, result[0], None)
+                recorder.begin(0, following, None)
             else:
-                recorder.store(0, action, *result)
-        return result
+                taken = recorder.row("action", self.action_space, action)
+                recorder.store(0, taken, following, reward, terminated, truncated, info)
+        return observation, reward, terminated, truncated, info
 
     def close(self) -> None:
         """Close the environment, and the buffer if it was given as a folder."""
@@ -199,9 +201,9 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
             self._recorder.check_seed(_seed_of(seed, i))
         self._recorder.leave(which)
         observations, infos = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
-        each = list(iterate(self.observation_space, observations))
+        rows = self._recorder.rows("observation", self.observation_space, observations)
         for i in which:
-            self._recorder.begin(i, each[i], _seed_of(seed, i))
+            self._recorder.begin(i, rows[i], _seed_of(seed, i))
         return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -219,17 +221,18 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
         self, actions: Any, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: dict[str, Any]
     ) -> None:
         recorder, ends = self._recorder, np.logical_or(terminations, truncations)
-        each = zip(iterate(self.action_space, actions), iterate(self.observation_space, observations), strict=True)
-        for i, (action, observation) in enumerate(each):
+        following = recorder.rows("observation", self.observation_space, observations)
+        for i, action in enumerate(recorder.rows("action", self.action_space, actions)):
             if self._mode is AutoresetMode.NEXT_STEP and recorder.states[i].over:
-                recorder.begin(i, observation, None)
+                recorder.begin(i, following[i], None)
                 continue
-            replaced = self._mode is AutoresetMode.SAME_STEP and ends[i]
-            last = infos["final_obs"][i] if replaced else observation
-            info = infos.get("final_info", {}) if replaced else infos
+            last, info, replaced = following[i], infos, self._mode is AutoresetMode.SAME_STEP and ends[i]
+            if replaced:
+                last = recorder.row("observation", self.single_observation_space, infos["final_obs"][i])
+                info = infos.get("final_info", {})
             recorder.store(i, action, last, rewards[i], terminations[i], truncations[i], info, i)
             if replaced:
-                recorder.begin(i, observation, None)
+                recorder.begin(i, following[i], None)
 
     def __enter__(self) -> Self:
         return self
@@ -279,15 +282,15 @@ class EnvState:
     """The recording of one environment.
 
     Attributes:
-        observation: the last observation, encoded, to be stored with the next action; None: nothing is recorded until
-            a reset.
+        observation: the last observation, as `EnvRecorder.row` gives it, to be stored with the next action; None:
+            nothing is recorded until a reset.
         seed: of the reset that began the episode; None: it had none.
         over: whether the last step ended an episode.
         episode: the open episode; None: none is open.
         episode_return: of the open episode.
     """
 
-    observation: Any = None
+    observation: Row | None = None
     seed: int | None = None
     over: bool = False
     episode: Episode | None = None
@@ -322,12 +325,11 @@ class EnvRecorder:
         self._owned = buffer is not place
         self.meta = dict(meta or {})
         self.states = [EnvState() for _ in range(num_envs)]
-        self._observation_space, self._action_space = spaces_of(env)
         self._keep_partial = keep_partial
         names = read_names(buffer)
         of_infos = [name for name in buffer.schema.fields if name.startswith(f"{INFO}.")]
         self._infos = {name: ".".join(map(str, names.path(name)[1:])) for name in of_infos}
-        _check_fields(buffer.schema, schema_of(self._observation_space, self._action_space))
+        _check_fields(buffer.schema, schema_of(*spaces_of(env)))
 
     def check_seed(self, seed: int | None) -> None:
         """Raise SchemaError if the buffer cannot hold the seed, which is stored only when the episode ends."""
@@ -338,9 +340,20 @@ class EnvRecorder:
             except SchemaError as error:
                 raise SchemaError(f"seed: {error}", field="seed") from None
 
-    def begin(self, i: int, observation: Any, seed: int | None) -> None:
+    def row(self, group: str, space: Any, value: Any) -> Row:
+        """The fields of an observation, or of an action, that the buffer has: dotted name -> a copy of the value."""
+        schema = self.buffer.schema
+        values = schema.flatten({group: encode_space(space, value)})
+        return {name: np.array(to_numpy(value))[()] for name, value in values.items() if name in schema.fields}
+
+    def rows(self, group: str, space: Any, values: Any) -> list[Row]:
+        """`row` for each environment of a vector, whose `space` and `values` are batched."""
+        columns = self.row(group, space, values)
+        return [{name: column[i] for name, column in columns.items()} for i in range(len(self.states))]
+
+    def begin(self, i: int, observation: Row, seed: int | None) -> None:
         """Note that the environment was reset: its next step is the first of an episode."""
-        self.states[i] = EnvState(deepcopy(encode_space(self._observation_space, observation)), seed)
+        self.states[i] = EnvState(observation, seed)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -376,8 +389,8 @@ class EnvRecorder:
     def store(
         self,
         i: int,
-        action: Any,
-        observation: Any,
+        action: Row,
+        observation: Row,
         reward: Any,
         terminated: Any,
         truncated: Any,
@@ -389,8 +402,8 @@ class EnvRecorder:
         state.over = bool(terminated or truncated)
         if state.episode is None:
             return
-        encoded = encode_space(self._action_space, action)
-        values = {"observation": state.observation, "action": encoded, "reward": reward}
+        assert state.observation is not None
+        values = {**state.observation, **action, "reward": reward}
         for kind, flag in (("terminated", bool(terminated)), ("truncated", bool(truncated))):
             name = getattr(schema, kind) or kind
             shape = schema.fields[name].shape if name in schema.fields else ()
@@ -398,9 +411,9 @@ class EnvRecorder:
         infos = {
             name: value for name, path in self._infos.items() if (value := _look_up(info, path, index)) is not None
         }
-        state.episode.store(**self._declared(values), **infos)
+        state.episode.store(**{name: value for name, value in values.items() if name in schema.fields}, **infos)
         state.episode_return += float(reward)
-        state.observation = deepcopy(encode_space(self._observation_space, observation))
+        state.observation = observation
         if state.over or state.episode.length == self.buffer.max_timesteps:
             flags = (value for name in SUCCESS if (value := _look_up(info, name, index)) is not None)
             self._publish(state, success=next(flags, None), cut=not state.over)
@@ -423,21 +436,16 @@ class EnvRecorder:
 
     def _publish(self, state: EnvState, *, success: Any = None, cut: bool) -> None:
         """Publish the open episode. `success`: whether the last info says so; None: it says nothing."""
-        episode = state.episode
-        assert episode is not None
-        final = self._declared({"observation": state.observation}, self.buffer.schema.final_names)
-        if final:
-            episode.final(**final)
+        episode, final_names = state.episode, self.buffer.schema.final_names
+        assert episode is not None and state.observation is not None
+        if final_names:
+            episode.final(**{name: value for name, value in state.observation.items() if name in final_names})
         meta: dict[str, Any] = {"episode_return": state.episode_return, "episode_length": episode.length}
         meta |= {} if success is None else {"success": bool(success)}
         meta |= {} if state.seed is None else {"seed": state.seed, GIVEN_SEED: True}
         episode.update({name: value for name, value in meta.items() if name in self.buffer.schema.meta_fields})
         episode.publish(cut=cut)
         state.episode, state.seed, state.episode_return = None, None, 0.0
-
-    def _declared(self, values: Mapping[str, Any], among: Any = None) -> dict[str, Any]:
-        names = self.buffer.schema.fields if among is None else among
-        return {name: value for name, value in self.buffer.schema.flatten(values).items() if name in names}
 
 
 def _check_fields(schema: Schema, declarations: Mapping[str, Any]) -> None:
