@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, ZipFile
+from zipfile import BadZipFile
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import AnyPath, Array, IfExists, Names, path_of
@@ -106,19 +107,10 @@ def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
 
 def _read(path: Path) -> dict[str, Array]:
     try:
-        with ZipFile(path) as archive:
-            names = [name.removesuffix(".npy") for name in archive.namelist()]
-            missing = {"observations", "actions", "terminals"} - set(names)
-            if missing:
-                raise SchemaError(f"{path}: it has no {', '.join(sorted(missing))}; it has {', '.join(names)}")
-            return {name: _read_array(archive, name) for name in names}
+        with NpzFile(path) as archive:  # type: ignore[arg-type]  # it takes a path, too
+            arrays: dict[str, Array] = dict(archive)  # refuses arrays of objects
     except (BadZipFile, ValueError) as error:
-        if isinstance(error, SchemaError):
-            raise
         raise SchemaError(f"{path}: it is no npz file of plain arrays ({error})") from error
-
-
-def _read_array(archive: ZipFile, name: str) -> Array:
-    with archive.open(f"{name}.npy") as file:
-        array: Array = np.lib.format.read_array(file)  # refuses arrays of objects
-    return array
+    if missing := {"observations", "actions", "terminals"} - arrays.keys():
+        raise SchemaError(f"{path}: it has no {', '.join(sorted(missing))}; it has {', '.join(arrays)}")
+    return arrays
