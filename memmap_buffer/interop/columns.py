@@ -119,8 +119,9 @@ def equal_rows(columns: Mapping[str, Array], other: Mapping[str, Array]) -> Bool
     count = len(next(iter(other.values()), ()))
     same = np.ones(count, np.bool_)
     for name, rows in columns.items():
-        pair = (np.ascontiguousarray(a).view(np.uint8).reshape(count, rows[:1].nbytes) for a in (rows, other[name]))
-        same &= np.equal(*pair).all(axis=1)
+        if rows.tobytes() != other[name].tobytes():  # most often they are equal, and this takes a quarter of the time
+            pair = (np.ascontiguousarray(a).view(np.uint8).reshape(count, rows[:1].nbytes) for a in (rows, other[name]))
+            same &= np.equal(*pair).all(axis=1)
     return same
 
 
