@@ -23,7 +23,7 @@ from memmap_buffer import (
     measure_disk_speed,
     measure_store,
 )
-from memmap_buffer.adapters import flatten, path_of, progress
+from memmap_buffer.adapters import flatten, is_url, path_of, progress
 from memmap_buffer.cli.folders import disk_use, opened
 from memmap_buffer.cli.minimal import FOUND, clean, say
 from memmap_buffer.cli.remote import StorageOptions, parsed
@@ -70,7 +70,7 @@ def doctor(place: Place, seconds: Seconds = 2.0, as_json: Json = False, options:
 
     Ends with 1 if a promise of the library cannot hold here.
     """
-    remarks = list(_of_url(place, seconds, options)) if "://" in place else _of_folder(Path(place), seconds)
+    remarks = list(_of_url(place, seconds, options)) if is_url(place) else _of_folder(Path(place), seconds)
     if as_json:
         say_json([asdict(remark) for remark in remarks])
     for remark in [] if as_json else remarks:

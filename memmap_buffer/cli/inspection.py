@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from memmap_buffer import Compression, ConcatBuffer, Field, FieldStatistics, ReplayBuffer, compression_of
-from memmap_buffer.adapters import TAGS, Array, column_of, matching
+from memmap_buffer.adapters import TAGS, Array, column_of, is_url, matching
 from memmap_buffer.cli.episodes import marked_table_of, read_episode, serial_of, table_of
 from memmap_buffer.cli.folders import disk_use, folders_at, name_of, opened
 from memmap_buffer.cli.minimal import say, shards_of
@@ -50,7 +50,7 @@ def info(
 
     For a URL: how many shards, episodes, steps and bytes it has, from one small object, and how much of it is here.
     """
-    if "://" in place:
+    if is_url(place):
         info_of_url(place, options, cache, as_json)
         return
     folder = Path(place)

@@ -108,7 +108,7 @@ def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
 def _read(path: Path) -> dict[str, Array]:
     try:
         with NpzFile(path) as archive:  # type: ignore[arg-type]  # it takes a path, too
-            arrays: dict[str, Array] = dict(archive)  # refuses arrays of objects
+            arrays: dict[str, Array] = {name: np.asarray(archive[name]) for name in archive}  # none of objects
     except (BadZipFile, ValueError) as error:
         raise SchemaError(f"{path}: it is no npz file of plain arrays ({error})") from error
     if missing := {"observations", "actions", "terminals"} - arrays.keys():

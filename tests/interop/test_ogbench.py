@@ -1,5 +1,7 @@
 """OGBench's files in and out: what its own loader makes of a file is what the n-step level serves."""
 
+from zipfile import ZipFile
+
 import numpy as np
 import pytest
 
@@ -76,6 +78,11 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "text.npz").write_text("no zip")
     with pytest.raises(SchemaError, match="no npz file of plain arrays"):
         import_ogbench(tmp_path / "text.npz", tmp_path / "b")
+    write(tmp_path / "more.npz")
+    with ZipFile(tmp_path / "more.npz", "a") as archive:
+        archive.writestr("notes.txt", "no array")
+    with pytest.raises(SchemaError, match=r"notes.txt has shape \(\), expected 13 rows"):
+        import_ogbench(tmp_path / "more.npz", tmp_path / "b")
     np.savez(tmp_path / "some.npz", actions=np.zeros(3))
     with pytest.raises(SchemaError, match="it has no observations, terminals; it has actions"):
         import_ogbench(tmp_path / "some.npz", tmp_path / "b")
