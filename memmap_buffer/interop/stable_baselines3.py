@@ -83,13 +83,15 @@ class DiskReplayBuffer(buffers.ReplayBuffer):
         of = {key: observation_space[key] if key else observation_space for key in shapes}  # type: ignore[index]
         tree = {key: key for key in shapes} if "" not in shapes else ""
         self._keys: dict[str, str] = flatten(Names().ours({OBSERVATION: tree}))  # field -> key, "" of no Dict
-        self._fields: dict[str, Any] = {
+        fields: dict[str, Any] = {
             name: Field(of[key].dtype, shapes[key], final=True, codec=image_codec(of[key].dtype, shapes[key], codec))
             for name, key in self._keys.items()
         }
-        self._fields["action"] = Field(self._maybe_cast_dtype(action_space.dtype), (self.action_dim,))
+        self._layout = [(name, key, fields[name].storage, (n_envs, *shapes[key])) for name, key in self._keys.items()]
+        fields["action"] = Field(self._maybe_cast_dtype(action_space.dtype), (self.action_dim,))
+        self._action_dtype = fields["action"].storage
         self.memory = TrainerMemory(folder, self.buffer_size * n_envs, n_envs, **options)
-        self.disk = self.memory.open({**self._fields, "reward": "float", TERMINATED: "bool", TRUNCATED: "bool"})
+        self.disk = self.memory.open({**fields, "reward": "float", TERMINATED: "bool", TRUNCATED: "bool"})
         self._options = self.draws()
         self._count()
 
@@ -131,7 +133,7 @@ class DiskReplayBuffer(buffers.ReplayBuffer):
         late, done = np.zeros(self.n_envs, np.bool_), np.asarray(done, np.bool_).reshape(self.n_envs)
         if self.handle_timeout_termination:
             late[:] = [info.get("TimeLimit.truncated", False) for info in infos]
-        action = np.asarray(action, self._fields["action"].dtype).reshape(self.n_envs, self.action_dim)
+        action = np.asarray(action, self._action_dtype).reshape(self.n_envs, self.action_dim)
         reward = np.asarray(reward, np.float32).reshape(self.n_envs)
         step = {"action": action, "reward": reward, TERMINATED: done & ~late, TRUNCATED: late}
         self.memory.add({**self._arrays(obs), **step}, self._arrays(next_obs))
@@ -139,11 +141,8 @@ class DiskReplayBuffer(buffers.ReplayBuffer):
 
     def _arrays(self, obs: Any) -> dict[str, Array]:
         """Field -> observations (n_envs, *field) of the stored shape and dtype."""
-        arrays, fields = obs if isinstance(obs, Mapping) else {"": obs}, self._fields
-        return {
-            name: np.array(arrays[key], fields[name].dtype).reshape(self.n_envs, *fields[name].shape)
-            for name, key in self._keys.items()
-        }
+        arrays = obs if isinstance(obs, dict) else {"": obs}
+        return {name: np.array(arrays[key], dtype).reshape(shape) for name, key, dtype, shape in self._layout}
 
     # Reading
 
@@ -194,7 +193,7 @@ class DiskReplayBuffer(buffers.ReplayBuffer):
         return returns, dones, self.gamma ** count.float()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "memory" not in state:
+        if "_layout" not in state:
             raise SchemaError("DiskReplayBuffer: it was pickled by another version; make it anew with its folder=…")
         self.__dict__.update(state)
         self._count()
