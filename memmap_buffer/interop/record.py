@@ -406,8 +406,7 @@ class EnvRecorder:
         values = {**state.observation, **action, "reward": reward}
         for kind, flag in (("terminated", bool(terminated)), ("truncated", bool(truncated))):
             name = getattr(schema, kind) or kind
-            shape = schema.fields[name].shape if name in schema.fields else ()
-            values |= {kind: flag, name: np.full(shape, flag) if shape else flag}
+            values |= {kind: flag, name: flag or values.get(name, False)}  # one field may be declared for both
         infos = {
             name: value for name, path in self._infos.items() if (value := _look_up(info, path, index)) is not None
         }

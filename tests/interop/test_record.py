@@ -607,9 +607,10 @@ def is_recorded(episode, alone):
     return True
 
 
-def test_the_flags_of_the_environment_go_into_the_fields_that_were_declared(tmp_path):
-    fields = {"observation": Field("float32", 4, final=True), "done": "bool", "timeout": ("int8", 1)}
-    with ReplayBuffer(tmp_path, 9, 20, fields, terminated="done", truncated="timeout") as buffer:
+@pytest.mark.parametrize("truncated", ["timeout", "done"])
+def test_the_flags_of_the_environment_go_into_the_fields_that_were_declared(tmp_path, truncated):
+    fields = {"observation": Field("float32", 4, final=True), "done": "bool", "timeout": ("int8", 1, 0)}
+    with ReplayBuffer(tmp_path, 9, 20, fields, terminated="done", truncated=truncated) as buffer:
         env = RecordEpisodes(gymnasium.make("CartPole-v1", max_episode_steps=12), buffer)
         for seed in range(3):
             env.reset(seed=seed)
