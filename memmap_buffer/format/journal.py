@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.dtypes import any_of
+from memmap_buffer.dtypes import all_of, any_of
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray, visible_slots
 from memmap_buffer.format.folder import UPDATE
 from memmap_buffer.format.records import (
@@ -30,7 +30,9 @@ from memmap_buffer.format.records import (
     INNER_END,
     OPEN,
     SHOWN,
+    START,
     STATE_WORD,
+    STOP,
     Columns,
     changed_records,
     columns_of,
@@ -44,11 +46,11 @@ log = logging.getLogger("memmap_buffer")
 TWICE = "%s: serials %s stand in two slots each and are not served; see `verify`"
 NO_SLOTS: IntArray = np.empty(0, np.int64)
 FEW = 16  # up to so many slots are read one by one: a call of numpy takes as long as ten plain numbers
-FEWER = 8  # the same bound for `_few_show_others`, which reads more numbers of each slot
+FEWER = 12  # the same bound for `_show_few`, which reads more numbers of each slot
 REMEMBERED = 1024  # the changes that are kept: a follower further behind must read everything anew
 UPDATE_SECONDS = 1.0  # the longest wait for an episode that is being updated: its writer may be stopped, or dead
 LOW = 2**32 - 1
-_LOW, _HALF, _ODD = np.uint64(LOW), np.uint64(32), np.uint64(1)
+_ODD = np.uint64(1)
 CHANGES, BASE = STATE_WORD["changes"], STATE_WORD["base"]
 _STEPS = ("start", "length")
 Moved: TypeAlias = tuple[list[int], list[int], list[int]] | tuple[IntArray, IntArray, IntArray]
@@ -60,13 +62,15 @@ class Change(NamedTuple):
     Attributes:
         mark: the mark of now, to be handed in at the next call.
         slots: the slots whose record or visibility may have changed, each once; None where any slot may have changed.
-        moved: (slots, how far the `start` of each rose, how far its `stop` rose), if the same episodes show other
-            steps and nothing else changed; lists where the slots are few. Else None.
+        moved: (slots, how far the `start` of each rose, how far its `stop` rose) of episodes that show other steps, and
+            in which nothing else changed; lists where the slots are few.
+        others: the slots in which more may have changed; None where any slot may have changed.
     """
 
     mark: int
     slots: IntArray | None
-    moved: Moved | None
+    moved: Moved
+    others: IntArray | None
 
 
 NOTHING: Moved = [], [], []
@@ -101,7 +105,7 @@ class Journal:
         self._num_episodes = 0
         self.order: IntArray = np.empty((2, 0), np.int64)
         self.head = self.tail = 0
-        self._moved: Moved | None = None  # `Change.moved` of the changes that are being taken in
+        self._moved = NOTHING  # `Change.moved` of the changes that are being taken in
         self._hidden = 0  # episodes with lower serials are not shown any more
         self._moment: tuple[int, EpisodeTable] | None = None  # the last one handed out, and before it its mark
         self._shared: frozenset[str] = frozenset()  # columns of `table` that `_moment` shares: copied before a change
@@ -134,14 +138,15 @@ class Journal:
             self._begin_to_follow(storage)
         behind = self.mark - mark
         if not behind:
-            return Change(mark, NO_SLOTS, NOTHING)
+            return Change(mark, NO_SLOTS, NOTHING, NO_SLOTS)
         if behind > len(self._changes):
-            return Change(self.mark, None, None)
+            return Change(self.mark, None, NOTHING, None)
         if behind == 1:
             return self._changes[-1]
         later = islice(self._changes, len(self._changes) - behind, None)
-        slots: list[IntArray] = [change.slots for change in later]  # type: ignore[misc]  # kept changes name them
-        return Change(self.mark, np.unique(np.concatenate(slots)), None)
+        several: list[IntArray] = [change.slots for change in later]  # type: ignore[misc]  # kept changes name them
+        slots = np.unique(np.concatenate(several))
+        return Change(self.mark, slots, NOTHING, slots)
 
     def at_once(self, storage: Storage, *, anew: bool = False) -> EpisodeTable:
         """The episode table of this moment; the same object as long as nothing has changed.
@@ -210,24 +215,25 @@ class Journal:
         slots = storage.changed_since(before) if may_be_followed else None  # type: ignore[arg-type]
         if slots is None and not anew:
             storage.require_schema()
-        self.version = self._moved = None  # until all is done: an interruption leaves None, and all is read anew
-        changed, is_far_behind = None, slots is None
+        self.version = None  # until all is done: an interruption leaves None, and all is read anew
+        others, is_far_behind = None, slots is None
         if may_be_followed:
             if not self._followed:
                 self._begin_to_follow(storage)
             if slots is None:
                 slots = changed_records(storage.maps.words, self.table.columns)
-            changed = self._take_in(storage, slots)
-        if changed is None:
+            others = self._take_in(storage, slots)
+        if others is None:
             self._changes.clear()  # no follower can take in the difference to what is read anew
             self.mark += 1
             changes = self._read(storage)
         else:
-            self._changes.append(Change(self.mark + 1, changed, self._moved))
+            both = np.union1d(slots, others) if len(others) else slots  # type: ignore[arg-type]
+            self._changes.append(Change(self.mark + 1, both, self._moved, others))
             self.mark += 1
         self.version = changes
         # A record may have changed after `changed_records` had passed it, while a newer episode was taken in.
-        if is_far_behind and changed is not None and not again:
+        if is_far_behind and others is not None and not again:
             self._catch_up(storage, again=True)
 
     def _read(self, storage: Storage) -> int:
@@ -278,14 +284,18 @@ class Journal:
     def _take_in(self, storage: Storage, slots: IntArray) -> IntArray | None:
         """Take in the records of `slots`, which changed.
 
-        Returns: all slots that changed, retired ones included; None where these records do not tell what is visible.
+        Returns: the slots in which other things than shown steps changed, retired ones included; None where these
+            records do not tell what is visible.
         """
-        table, base = self.table, storage.maps.state.item(BASE)
+        base = storage.maps.state.item(BASE)
         if base < self._base:  # a repair lowered it
             return None
-        show_others = self._few_show_others if len(slots) <= FEWER else self._show_others
-        if base <= self._hidden and show_others(storage, slots):
-            return slots
+        self._moved = NOTHING
+        if base <= self._hidden:
+            slots = (self._show_few if len(slots) <= FEWER else self._show)(storage, slots)
+            if not len(slots):
+                return slots
+        table = self.table
         self._base = base
         now = columns_of(storage.maps.words[slots], storage.layout.max_timesteps, None, slots)
         self._hidden = max(self._hidden, base)
@@ -322,57 +332,55 @@ class Journal:
         most = np.where(table.flags[slots] & OPEN != 0, storage.layout.max_timesteps, table.length[slots])
         self._most[slots] = most * self.shown[slots]
 
-    def _show_others(self, storage: Storage, slots: IntArray) -> bool:
-        """Take in slots of which only the shown steps changed; False, with nothing taken in, where more changed.
+    def _show(self, storage: Storage, slots: IntArray) -> IntArray:
+        """Take in slots of which only the shown steps changed; returns the others, of which nothing was taken in.
 
         Whatever else a writer changes in a record, it changes the check or the generation with it.
         """
-        table, words = self.table, storage.maps.words.take(slots, axis=0)
-        start, stop = (words[:, SHOWN] & _LOW).view(np.int64), (words[:, SHOWN] >> _HALF).view(np.int64)
+        table, words, rest = self.table, storage.maps.words.take(slots, axis=0), NO_SLOTS
+        halves: npt.NDArray[np.uint32] = words.view(np.uint32)
+        start, stop = halves[:, START].astype(np.int64), halves[:, STOP].astype(np.int64)
         dropped, added = start - table.start.take(slots), stop - table.length.take(slots)
-        other = words[:, CHECK] ^ table.check.take(slots)
-        other |= words[:, GENERATION] ^ table.generation.take(slots)
-        wrong = stop - start - 1  # in the end negative where a slot shows no step, more than it may, or a lower stop
-        wrong |= self._most.take(slots) - stop
-        wrong |= added
-        if np.count_nonzero(other) or any_of(wrong < 0):
-            return False
-        self.num_steps += int(np.add.reduce(added - dropped))
+        right = words[:, CHECK] == table.check.take(slots)
+        right &= words[:, GENERATION] == table.generation.take(slots)
+        right &= stop <= self._most.take(slots)
+        right &= start < stop
+        right &= added >= 0
+        if not all_of(right):
+            rest = slots[~right]
+            slots, start, stop, dropped, added = (each[right] for each in (slots, start, stop, dropped, added))
+        self.num_steps += sum((added - dropped).tolist())
         trimmed = np.count_nonzero(dropped) > 0
-        self._own(_STEPS if trimmed else ("length",))
+        if not self._shared.isdisjoint(_STEPS):
+            self._own(_STEPS if trimmed else ("length",))
         if trimmed:
             self.table.start[slots] = start
         self.table.length[slots] = stop
         self._moved = slots, dropped, added
-        return True
+        return rest
 
-    def _few_show_others(self, storage: Storage, slots: IntArray) -> bool:
-        """Take in a few slots one by one, as `_show_others` does."""
-        table, words, limit = self.table, storage.maps.words, storage.layout.max_timesteps
-        slot_numbers = slots.tolist()
-        shown, dropped, added = [], [], []
-        for slot in slot_numbers:
+    def _show_few(self, storage: Storage, slots: IntArray) -> IntArray:
+        """Take in a few slots one by one, as `_show` does."""
+        words, rest = storage.maps.words, []
+        moved, dropped, added = [], [], []
+        if not self._shared.isdisjoint(_STEPS):
+            self._own(_STEPS)
+        table = self.table
+        for slot in slots.tolist():
             word = words.item(slot, SHOWN)  # read before check and generation, which prove whose it is
             same = words.item(slot, CHECK) == table.check.item(slot)
-            if not (same and words.item(slot, GENERATION) == table.generation.item(slot) and self.shown.item(slot)):
-                return False
             start, stop, before = word & LOW, word >> 32, table.length.item(slot)
-            if not start < stop <= limit or (stop != before and (stop < before or not table.flags.item(slot) & OPEN)):
-                return False
-            shown.append((slot, start, stop))
+            same = same and words.item(slot, GENERATION) == table.generation.item(slot)
+            if not (same and start < stop and before <= stop <= self._most.item(slot)):
+                rest.append(slot)
+                continue
+            moved.append(slot)
             dropped.append(start - table.start.item(slot))
             added.append(stop - before)
-        trimmed = any(dropped)
-        if not self._shared.isdisjoint(_STEPS):
-            self._own(_STEPS if trimmed else ("length",))
-        table = self.table
-        for slot, start, stop in shown:
-            table.length[slot] = stop
-            if trimmed:
-                table.start[slot] = start
+            table.start[slot], table.length[slot] = start, stop
         self.num_steps += sum(added) - sum(dropped)
-        self._moved = slot_numbers, dropped, added
-        return True
+        self._moved = moved, dropped, added
+        return np.array(rest, np.int64)
 
     def _append(self, serials: IntArray, slots: IntArray) -> bool:
         """Add new episodes to `order`; False where it has no room, or an episode is not newer than all before."""

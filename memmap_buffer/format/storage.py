@@ -353,19 +353,18 @@ class Storage:
         count = state.item(_CHANGES) - changes
         if not 0 < count <= JOURNAL // 2:  # only half: a writer may overwrite the oldest entries during the reading
             return np.empty(0, np.int64) if count == 0 else None
-        if count <= FEW:  # as plain numbers, in a fifth of the time
-            few = sorted({state.item(_JOURNAL + (changes + 1 + i) % JOURNAL) for i in range(count)})
-            whole = few[-1] < len(self.maps.words) and state.item(_CHANGES) - changes <= JOURNAL // 2
-            return np.array(few) if whole else None
         first, journal = (changes + 1) % JOURNAL, state[_JOURNAL:].view(np.int64)
-        if first + count <= JOURNAL:
-            slots = np.sort(journal[first : first + count])
+        entries = journal[first : first + count]
+        if first + count > JOURNAL:
+            entries = np.concatenate([entries, journal[: first + count - JOURNAL]])
+        if count <= FEW:  # as plain numbers, in half of the time
+            slots = np.array(sorted({*entries.tolist()}))
         else:
-            slots = np.sort(np.concatenate([journal[first:], journal[: first + count - JOURNAL]]))
-        once = slots[1:] != slots[:-1]
-        if not all_of(once):
-            slots = np.concatenate([slots[:1], slots[1:][once]])
-        if slots[0] < 0 or slots[-1] >= len(self.maps.words) or state.item(_CHANGES) - changes > JOURNAL // 2:
+            slots = np.sort(entries)
+            once = slots[1:] != slots[:-1]
+            if not all_of(once):
+                slots = np.concatenate([slots[:1], slots[1:][once]])
+        if slots.item(0) < 0 or slots.item(-1) >= len(self.maps.words) or state.item(_CHANGES) - changes > JOURNAL // 2:
             return None
         return slots
 

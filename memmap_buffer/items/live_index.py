@@ -7,10 +7,12 @@ counts again only the ends of its list of runs: a ring grows at its newest episo
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.journal import NO_SLOTS, Change
+from memmap_buffer.format.journal import NO_SLOTS, Moved
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.index import AnchorRuns
 from memmap_buffer.items.new_items import Changed
@@ -20,6 +22,7 @@ from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders
 
 MOST_TOUCHED = 1 << 16  # changed slots that are remembered, about
+SHORT = 1024  # runs that are counted again in 1 us: in less time than it takes to find those that must be
 
 
 class LiveIndex(AnchorRuns):
@@ -71,13 +74,17 @@ class LiveIndex(AnchorRuns):
         whole, self._whole, self.changes = self._whole, False, -1  # after an interruption it is made anew
         with self._journal.lock:
             change = self._journal.follow(self.storage, self.mark)
-            followed = whole and change.slots is not None
-            if followed and self._touched is not None:
-                self._touch(change.slots)  # type: ignore[arg-type]
-            followed = followed and (self._take_in_steps(change) or self._take_in(change.slots))  # type: ignore[arg-type]
-            self._whole = followed or self._begin()
+            others = change.others if self._by_steps else change.slots
+            if whole and others is not None:
+                if self._touched is not None:
+                    self._touch(change.slots)  # type: ignore[arg-type]
+                if self._by_steps and len(change.moved[0]):
+                    self._take_in_steps(change.moved)
+                whole = not len(others) or self._take_in(others)
+            self._whole = (whole and others is not None) or self._begin()
             low, high, starts = self._low, self._high, self._starts
-            self.serial, self.slot = self._journal.order[:, low:high]
+            order = self._journal.order
+            self.serial, self.slot = order[0, low:high], order[1, low:high]
             self.first, self.starts = self._first[low:high], starts[low : high + 1]
             self.num_anchors = starts.item(high) - starts.item(low)
             self.mark, self.changes = change.mark, self._journal.version  # type: ignore[assignment]
@@ -114,20 +121,16 @@ class LiveIndex(AnchorRuns):
         self.made, self._touched = self.made + 1, None
         return self._take_in(np.flatnonzero(journal.shown))
 
-    def _take_in_steps(self, change: Change) -> bool:
-        """Take in steps that were appended or dropped, if each step is an anchor; False: more may have changed."""
-        moved = change.moved
-        if not self._by_steps or moved is None:
-            return False
+    def _take_in_steps(self, moved: Moved) -> None:
+        """Take in steps that were appended or dropped, each of which is an anchor."""
         first, count, starts = self._first, self._count, self._starts
         if isinstance(moved[0], np.ndarray):
             runs = self._run_of.take(moved[0])
             count[runs] += np.subtract(moved[2], moved[1])
             first[runs] += moved[1]
-            self._count_again(*self._ends_of(runs))
-            return True
-        low, last = self._low, self._high - 1
-        middle, new, old = (low + last) // 2, last + 1, -1
+            self._count_again(runs.tolist())
+            return
+        low, last, others = self._low, self._high - 1, []
         for slot, dropped, added in zip(*moved, strict=True):
             run = self._run_of.item(slot)
             count[run] = counted = count.item(run) + added - dropped
@@ -137,13 +140,10 @@ class LiveIndex(AnchorRuns):
                 starts[run + 1] = starts.item(run) + counted
             elif run == low:
                 starts[run] = starts.item(run + 1) - counted
-            elif run > middle:
-                new = run if run < new else new
             else:
-                old = run if run > old else old
-        if new <= last or old >= 0:
-            self._count_again(new, old)
-        return True
+                others.append(run)
+        if others:
+            self._count_again(others)
 
     def _take_in(self, slots: IntArray) -> bool:
         """Take in changed slots; False: an episode has more than one run, or its stream cannot be followed."""
@@ -171,7 +171,7 @@ class LiveIndex(AnchorRuns):
         changed = np.concatenate([changed[changed >= self._low], runs_of_shown])
         self._count[changed], self._first[runs_of_shown] = 0, journal.table.start.take(shown)
         self._first[runs], self._count[runs] = shown_runs.first, shown_runs.count
-        self._count_again(*self._ends_of(changed))
+        self._count_again(changed.tolist())
         return True
 
     def _touch(self, slots: IntArray) -> None:
@@ -181,19 +181,21 @@ class LiveIndex(AnchorRuns):
             if len(self._touched) * len(slots) > MOST_TOUCHED:
                 self._touched = None
 
-    def _ends_of(self, runs: IntArray) -> tuple[int, int]:
-        """(the first of `runs` in the newer half of the list, the last in the older half), for `_count_again`."""
-        newer = runs > (self._low + self._high - 1) // 2
-        return int(runs.min(initial=self._high, where=newer)), int(runs.max(initial=-1, where=~newer))
-
-    def _count_again(self, new: int, old: int) -> None:
-        """Set `_starts` again after run `new`, to the end of the list, and up to run `old`, back to its begin.
+    def _count_again(self, runs: list[int]) -> None:
+        """Set `_starts` again, after `runs` got other counts: in each half of the list from there to the nearer end.
 
         So changes near one end leave the other end as it is: that is why `starts` may begin at any number.
         """
         low, high, starts = self._low, self._high, self._starts
+        new, old = low, -1  # counted again are the runs from `new` on, and those up to `old`
+        if high - low > SHORT:
+            runs.sort()
+            newer = bisect_right(runs, (low + high - 1) // 2)
+            new, old = runs[newer] if newer < len(runs) else high, runs[newer - 1] if newer else -1
         if new < high:
-            starts[new + 1 : high + 1] = starts[new] + self._count[new:high].cumsum()
+            after = starts[new + 1 : high + 1]
+            np.add.accumulate(self._count[new:high], out=after)
+            after += starts.item(new)
         if old >= low:
             starts[low : old + 1] = starts[old + 1] - self._count[low : old + 1][::-1].cumsum()[::-1]
         self._low = max(low, self._journal.head)  # the runs before `head` are of episodes that are gone

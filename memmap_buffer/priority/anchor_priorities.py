@@ -104,7 +104,7 @@ class SlotAnchors:
     def _take_change(self, change: Change, journal: Journal, cut: Cut) -> tuple[Runs, Runs] | None:
         every = change.slots is None
         slots = np.arange(len(self._serial)) if change.slots is None else change.slots
-        if every or change.moved is None:
+        if change.others is None or len(change.others):
             self.inner_end = journal.has_inner_end(slots) or (self.inner_end and not every)
         if not len(slots):
             return None
@@ -137,7 +137,7 @@ class SlotAnchors:
     def _take_steps(self, change: Change, table: EpisodeTable) -> tuple[Runs, Runs] | None:
         """Take in steps that came or left, each of which is an anchor; None where more may have changed."""
         moved, serials = change.moved, table.serial
-        if moved is None or isinstance(moved[0], np.ndarray):
+        if len(change.others) or isinstance(moved[0], np.ndarray):  # type: ignore[arg-type]  # it names its slots
             return None
         gone, come = [], []
         for slot, fewer, more in zip(*moved, strict=True):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import rewrite_record, rewrite_state
+from damage import record_of, rewrite_record, rewrite_state
 from fault_injection import in_child
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -64,11 +64,12 @@ class Follower:
             change = account.follow(self.storage, self.mark)
             slots = np.arange(self.storage.layout.slots) if change.slots is None else change.slots
             told = np.asarray(account.pairs(slots)).reshape(-1, 2)
-            if change.moved is not None:
+            if change.others is not None:
+                assert {*np.asarray(change.moved[0]).tolist(), *change.others.tolist()} == {*slots.tolist()}
                 for slot, left, added in zip(*change.moved, strict=True):
                     (serial, steps), i = self.pairs[slot], slots.tolist().index(slot)
                     start, stop = (steps & 0xFFFFFFFF) + left, (steps >> 32) + added
-                    assert (serial, start | stop << 32) == tuple(told[i].tolist())
+                    assert slot in change.others or (serial, start | stop << 32) == tuple(told[i].tolist())
             self.pairs.update(zip(slots.tolist(), map(tuple, told.tolist()), strict=True))
             self.mark = change.mark
 
@@ -83,8 +84,10 @@ class Life(RuleBasedStateMachine):
     One object follows beside the writer, another one is of another reader.
     """
 
-    @initialize(kind=st.sampled_from(["episodes", "steps", "few episodes"]))
-    def create(self, kind: str) -> None:
+    @initialize(kind=st.sampled_from(["episodes", "steps", "few episodes"]), fewer=st.sampled_from([0, journal.FEWER]))
+    def create(self, kind: str, fewer: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(journal, "FEWER", fewer)
         self.folder = Path(tempfile.mkdtemp()) / "buffer"
         sizes = {"capacity": 15} if kind == "steps" else {"max_episodes": 3} if kind == "few episodes" else {}
         self.buffer = make(self.folder, publish="step", spare_slots=4, **sizes)
@@ -157,6 +160,7 @@ class Life(RuleBasedStateMachine):
                 follower.follow()
                 assert follower.shown() == shown_by(follower.storage)
             self.buffer.close()
+            self.patch.undo()
             shutil.rmtree(self.folder.parent)
 
 
@@ -208,6 +212,25 @@ def test_a_reader_whose_schema_was_changed_is_told_and_gets_no_rows_of_others(
         buffer.store_episode(x=np.full(LENGTH, value), **given)
         with pytest.raises(SchemaMismatchError, match="y"):
             reader.sample(4, **draw)
+
+
+@pytest.mark.parametrize("fewer", [0, journal.FEWER])
+@pytest.mark.parametrize(("start", "stop"), [(0, 3), (0, 1), (2, 2), (1, 2**32 - 1)])
+def test_steps_that_an_episode_cannot_show_are_not_taken_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, stop: int, fewer: int
+) -> None:
+    monkeypatch.setattr(journal, "FEWER", fewer)
+    buffer = make(tmp_path)
+    for value in range(3):
+        store(buffer, value, length=2)
+    reader = Storage.open(tmp_path, read_only=True)
+    follower = Follower(reader)
+    follower.follow()
+    rewrite_record(tmp_path, 1, start=start, stop=stop, check=int(record_of(tmp_path, 1)["check"]))
+    files_of(buffer).changed(np.array([1]))
+    follower.follow()
+    assert follower.shown() == shown_by(reader) == shown_by(Storage.open(tmp_path, read_only=True))
+    assert follower.shown() == [(0, 0, 2), (2, 0, 2)]
 
 
 def test_a_base_that_a_repair_lowers_is_taken_in(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from inside import begin_anew, folders_of, storage_of
 from interruptions import interrupted
 
 from memmap_buffer import Field, NStep, Offsets, ReplayBuffer, Timestep, Trajectory, Window
-from memmap_buffer.format.journal import FEW
+from memmap_buffer.format.journal import FEWER
+from memmap_buffer.items import live_index
 from memmap_buffer.items.live_index import LiveIndex
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.loading.batch_reader import BatchReader
@@ -59,7 +60,10 @@ def described(index: Any) -> list[Any]:
     "options", [{"capacity": 60}, {"capacity": 10**6}, {}], ids=["capacity", "endless", "episodes"]
 )
 @pytest.mark.parametrize("publish", ["step", "episode"])
-def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, options: Any, publish: str) -> None:
+def test_a_followed_index_has_the_anchors_of_one_made_anew(
+    tmp_path: Path, options: Any, publish: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_index, "SHORT", 0)
     rng = np.random.default_rng(7)
     buffer = ReplayBuffer(
         tmp_path, 12, 30, FIELDS, META, circular=True, publish=publish, spare_slots=6, durability="process", **options
@@ -101,10 +105,14 @@ def test_a_followed_index_has_the_anchors_of_one_made_anew(tmp_path: Path, optio
     assert made_anew < 120 * len(followed) / 20
 
 
+@pytest.mark.parametrize("short", [0, live_index.SHORT])
 @pytest.mark.parametrize("view", [Timestep(), NStep(1), Window(4)], ids=["timestep", "n-step", "window"])
-def test_many_environments_that_step_together_are_followed_in_one_pass(tmp_path: Path, view: Any) -> None:
+def test_many_environments_that_step_together_are_followed_in_one_pass(
+    tmp_path: Path, view: Any, short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_index, "SHORT", short)
     size = 20
-    assert size > FEW
+    assert size > FEWER
     rng = np.random.default_rng(3)
     buffer = ReplayBuffer(tmp_path, 80, 40, FIELDS, capacity=300, publish="step", spare_slots=size)
     prioritized = {"timestep_level": True, "prioritized": True, "return_indices": True}
