@@ -115,42 +115,47 @@ class UniformSampler:
             NotEnoughDataError: there is nothing to draw.
             StaleEpisodeError: see `BatchReader.read`.
         """
-        records: Found | Anchors
         source: AnchorRuns
+        of: tuple[object, int]
         with self._turn:
             live = self._live
             if live is None and self._may_follow:
                 live = self._begin_to_follow()
-            if live is not None and not (live.follow() and live.num_anchors):
-                live = None
-            source = self.reader.index(refresh=True) if live is None else live
-            of, block, count = (source if live is None else live.mark, batch_size), self._block, 1
+            if live is not None and live.follow() and live.num_anchors:
+                source, of = live, (live.mark, batch_size)
+            else:
+                source = self.reader.index(refresh=True)
+                of = source, batch_size
+            block, count = self._block, 1
             queue = None if new_every is None else self._queue(source, new_every)
+            if source is not live:
+                self.reader.require(source)
             new = None if queue is None else queue.take(batch_size, source.left_of)
             if new is not None:
-                alone, records = True, self._with_others(source, new, batch_size, rng)
+                alone, anchors = True, self._with_others(source, new, batch_size, rng)
             elif distinct:
-                records = self._draw_distinct(source, batch_size, rng)
+                anchors = self._draw_distinct(source, batch_size, rng)
             elif alone:
-                records = self._draw(source, batch_size, rng, 0)
+                anchors = self._draw(source, batch_size, rng, 0)
             elif block.of == of and block.at < block.size:
                 if block.unread is None:
                     return block.next(batch_size)
                 first, block.at, alone = block.at, block.at + batch_size, True
-                records = block.unread.where(slice(first, block.at))
+                anchors = block.unread.where(slice(first, block.at))
             else:
                 count = 1 if block.of != of or self._one_by_one else block.next_count(batch_size)
                 self._position -= block.size - block.at  # batches that are dropped do not count for the shares
                 self._block = Block()
-                records = self._draw(source, count * batch_size, rng, self._position)
+                anchors = self._draw(source, count * batch_size, rng, self._position)
                 self._position += count * batch_size
+            records = self._with_records(source, anchors, rng)
             if self._quota is not None:  # while the lock is held, so that shares are exact over all threads
                 return self._read(None if alone else of, records, count, batch_size)
         if queue is not None and new is not None:
             return self._read_new(queue, new, records, batch_size)
         return self._read(None if alone else of, records, count, batch_size)
 
-    def _read(self, of: tuple[object, int] | None, records: Found | Anchors, count: int, batch_size: int) -> Columns:
+    def _read(self, of: tuple[object, int] | None, records: Found, count: int, batch_size: int) -> Columns:
         """Read `count` batches as one and return the first; the others are kept for the next calls.
 
         Args: of: see `Block`; None: nothing is kept.
@@ -159,7 +164,7 @@ class UniformSampler:
         try:
             columns = self.reader.read(records)
         except MemmapBufferError:  # a later batch may be the cause: then that one raises it, in its turn
-            if count == 1 or isinstance(records, Anchors):
+            if count == 1:
                 raise
             block = Block(of, size=size, at=batch_size, unread=records.anchors)
         else:
@@ -173,19 +178,17 @@ class UniformSampler:
                 self._block = block
         return self.reader.read(block.unread.where(slice(batch_size))) if first is None else first  # type: ignore[union-attr]
 
-    def _draw(self, source: AnchorRuns, count: int, rng: np.random.Generator, position: int) -> Found:
-        """Draw `count` anchors with their records; `position` is the number of the first among all that were drawn."""
-        if source.changes is None:  # that a `LiveIndex` has items was checked by `next`
-            self.reader.require(source)
+    def _draw(self, source: AnchorRuns, count: int, rng: np.random.Generator, position: int) -> Anchors:
+        """Draw `count` anchors; `position` is the number of the first of them among all that were drawn."""
         if self._quota is None:
-            return self._with_records(source, source.draw(count, rng), rng)
+            return source.draw(count, rng)
         assert isinstance(source, Index)
         folder, _ = self._quota.turns(np.arange(position, position + count))
         chosen = np.empty(count, np.int64)
         for number, (low, high) in enumerate(pairwise(folder_bounds(self.reader, source, self._quota.folders))):
             of_folder = np.flatnonzero(folder == number)
             chosen[of_folder] = source.pick(rng.random(len(of_folder)), low, high)
-        return self._with_records(source, source.locate(chosen), rng)
+        return source.locate(chosen)
 
     def _with_records(self, source: AnchorRuns, anchors: Anchors, rng: np.random.Generator) -> Found:
         """Anchors that were drawn, with the records of their episodes."""
@@ -238,7 +241,7 @@ class UniformSampler:
         self._new = queue
         return queue
 
-    def _read_new(self, queue: NewItems, new: Anchors, records: Found | Anchors, batch_size: int) -> Columns:
+    def _read_new(self, queue: NewItems, new: Anchors, records: Found, batch_size: int) -> Columns:
         """The batch that begins with new items; if it cannot be read, they wait again."""
         try:
             return self._read(None, records, 1, batch_size)
@@ -247,28 +250,26 @@ class UniformSampler:
                 queue.give_back(new)
             raise
 
-    def _with_others(self, source: AnchorRuns, new: Anchors, count: int, rng: np.random.Generator) -> Found:
+    def _with_others(self, source: AnchorRuns, new: Anchors, count: int, rng: np.random.Generator) -> Anchors:
         """New items, and as many others as are missing from the batch, drawn with replacement."""
         anchors = source.followed(new)
         if new.size < count:
             anchors = Anchors.joined([anchors, source.draw(count - new.size, rng)])
-        return self._with_records(source, anchors, rng)
+        return anchors
 
     def _require_alike(self, source: AnchorRuns, what: str) -> None:
         """Raise SchemaError where items are weighted."""
         if self._quota is not None or (isinstance(source, Index) and source.weight_sums is not None):
             raise SchemaError(f"{what} every item alike; leave out weights and weight_by")
 
-    def _draw_distinct(self, source: AnchorRuns, count: int, rng: np.random.Generator) -> Found:
+    def _draw_distinct(self, source: AnchorRuns, count: int, rng: np.random.Generator) -> Anchors:
         items = len(source)
-        if not items:
-            raise self.reader.nothing_to_read()
         self._require_alike(source, "replacement=False draws")
         if count > items:
             path = self.reader.folders.storages[0].path
             text = f"{path}: replacement=False: got batch_size {count}, there are {items} items; lower it"
             raise NotEnoughDataError(text, items=items)
-        return self._with_records(source, source.locate(rng.choice(items, count, replace=False)), rng)
+        return source.locate(rng.choice(items, count, replace=False))
 
 
 def folder_bounds(reader: BatchReader, index: Index, num_folders: int) -> list[int]:
