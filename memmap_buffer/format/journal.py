@@ -266,12 +266,12 @@ class Journal:
         self.shown, self.num_steps, self._visible = table.shown.copy(), table.steps, table.visible
         self.head, self.tail, self._num_episodes = 0, len(table), len(table)
         self.order = np.empty((2, len(table) + max(64, len(table.serial))), np.int64)
-        self.order[:, : self.tail] = table.serial[table.visible], table.visible
+        self.order[0, : self.tail] = table.of(table.serial, table.visible)
+        self.order[1, : self.tail] = table.visible
         full = len(table) >= storage.layout.max_episodes
         self._hidden = self.order.item(0, 0) if full else table.base
         self.table, self._shared = replace(table, visible=NO_SLOTS), frozenset(Columns._fields)
-        self._most = np.zeros(len(self.shown), np.int64)
-        self._limit(slice(None), storage)
+        self._most = self._most_of(slice(None), storage)
         self._followed = True
 
     def _own(self, names: Iterable[str]) -> None:
@@ -319,18 +319,19 @@ class Journal:
         for name, values in changed.items():
             getattr(self.table, name)[slots] = values
         self.shown[slots], self._visible = shown, None
-        self._limit(slots, storage)
+        self._most[slots] = self._most_of(slots, storage)
         gone = self._retire(storage.layout.max_episodes)
         return np.array(sorted({*slots.tolist(), *gone})) if gone else slots
 
-    def _limit(self, slots: IntArray | slice, storage: Storage) -> None:
-        """Set the highest `stop` that each slot may get while its record's check and generation stay.
+    def _most_of(self, slots: IntArray | slice, storage: Storage) -> IntArray:
+        """The highest `stop` that each slot may get while its record's check and generation stay.
 
         An open episode may grow to `max_timesteps`, another one keeps its length, and a slot that shows nothing gets 0.
         """
         table = self.table
         most = np.where(table.flags[slots] & OPEN != 0, storage.layout.max_timesteps, table.length[slots])
-        self._most[slots] = most * self.shown[slots]
+        most *= self.shown[slots]
+        return most
 
     def _show(self, storage: Storage, slots: IntArray) -> IntArray:
         """Take in slots of which only the shown steps changed; returns the others, of which nothing was taken in.

@@ -22,7 +22,7 @@ from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders
 
 MOST_TOUCHED = 1 << 16  # changed slots that are remembered, about
-SHORT = 1024  # runs that are counted again in 1 us: in less time than it takes to find those that must be
+SHORT = 1024  # runs, all of which are counted again in 1 us: in less time than it takes to find those that must be
 
 
 class LiveIndex(AnchorRuns):
@@ -128,7 +128,7 @@ class LiveIndex(AnchorRuns):
             runs = self._run_of.take(moved[0])
             count[runs] += np.subtract(moved[2], moved[1])
             first[runs] += moved[1]
-            self._count_again(runs.tolist())
+            self._count_again(runs)
             return
         low, last, others = self._low, self._high - 1, []
         for slot, dropped, added in zip(*moved, strict=True):
@@ -150,12 +150,15 @@ class LiveIndex(AnchorRuns):
         journal = self._journal
         if not len(slots):
             return True
-        changed = self._run_of.take(slots)
+        of = journal.table.of
+        changed = of(self._run_of, slots)
+        changed = changed[changed >= self._low]
+        self._count[changed] = 0
         new = journal.order[1, self._high : journal.tail]
         self._starts[self._high + 1 : journal.tail + 1] = self._starts[self._high]
         self._run_of[new] = np.arange(self._high, journal.tail)
         self._high = journal.tail
-        shown, streams = slots[journal.table.of(journal.shown, slots)], self._streams
+        shown, streams = slots[of(journal.shown, slots)], self._streams
         if streams is not None:
             others = self._selection.follow(streams, self.storage, journal.table, slots, shown)
             if others is None:
@@ -167,11 +170,11 @@ class LiveIndex(AnchorRuns):
             shown_runs = streams.fitting(shown_runs, self.stride)
         if shown_runs.last is not None or journal.has_inner_end(slots):
             return False
-        runs, runs_of_shown = self._run_of.take(shown_runs.slot), self._run_of.take(shown)
-        changed = np.concatenate([changed[changed >= self._low], runs_of_shown])
-        self._count[changed], self._first[runs_of_shown] = 0, journal.table.start.take(shown)
+        runs_of_shown = of(self._run_of, shown)
+        self._count[runs_of_shown], self._first[runs_of_shown] = 0, of(journal.table.start, shown)
+        runs = runs_of_shown if shown_runs.slot is shown else of(self._run_of, shown_runs.slot)
         self._first[runs], self._count[runs] = shown_runs.first, shown_runs.count
-        self._count_again(changed.tolist())
+        self._count_again(np.concatenate([changed, runs_of_shown]))
         return True
 
     def _touch(self, slots: IntArray) -> None:
@@ -181,15 +184,15 @@ class LiveIndex(AnchorRuns):
             if len(self._touched) * len(slots) > MOST_TOUCHED:
                 self._touched = None
 
-    def _count_again(self, runs: list[int]) -> None:
+    def _count_again(self, runs: IntArray | list[int]) -> None:
         """Set `_starts` again, after `runs` got other counts: in each half of the list from there to the nearer end.
 
         So changes near one end leave the other end as it is: that is why `starts` may begin at any number.
         """
         low, high, starts = self._low, self._high, self._starts
         new, old = low, -1  # counted again are the runs from `new` on, and those up to `old`
-        if high - low > SHORT:
-            runs.sort()
+        if len(runs) <= SHORT < high - low:
+            runs = sorted(np.asarray(runs).tolist())
             newer = bisect_right(runs, (low + high - 1) // 2)
             new, old = runs[newer] if newer < len(runs) else high, runs[newer - 1] if newer else -1
         if new < high:

@@ -128,8 +128,6 @@ class UniformSampler:
                 of = source, batch_size
             block, count = self._block, 1
             queue = None if new_every is None else self._queue(source, new_every)
-            if source is not live:
-                self.reader.require(source)
             new = None if queue is None else queue.take(batch_size, source.left_of)
             if new is not None:
                 alone, anchors = True, self._with_others(source, new, batch_size, rng)
@@ -180,6 +178,8 @@ class UniformSampler:
 
     def _draw(self, source: AnchorRuns, count: int, rng: np.random.Generator, position: int) -> Anchors:
         """Draw `count` anchors; `position` is the number of the first of them among all that were drawn."""
+        if source.changes is None:  # that a `LiveIndex` has items was checked by `next`
+            self.reader.require(source)
         if self._quota is None:
             return source.draw(count, rng)
         assert isinstance(source, Index)
@@ -264,6 +264,7 @@ class UniformSampler:
 
     def _draw_distinct(self, source: AnchorRuns, count: int, rng: np.random.Generator) -> Anchors:
         items = len(source)
+        self.reader.require(source)
         self._require_alike(source, "replacement=False draws")
         if count > items:
             path = self.reader.folders.storages[0].path
