@@ -381,7 +381,7 @@ class Journal:
             table.start[slot], table.length[slot] = start, stop
         self.num_steps += sum(added) - sum(dropped)
         self._moved = moved, dropped, added
-        return np.array(rest, np.int64)
+        return np.array(rest, np.int64) if rest else NO_SLOTS
 
     def _append(self, serials: IntArray, slots: IntArray) -> bool:
         """Add new episodes to `order`; False where it has no room, or an episode is not newer than all before."""

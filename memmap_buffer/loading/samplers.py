@@ -264,7 +264,8 @@ class UniformSampler:
 
     def _draw_distinct(self, source: AnchorRuns, count: int, rng: np.random.Generator) -> Anchors:
         items = len(source)
-        self.reader.require(source)
+        if not items:
+            raise self.reader.nothing_to_read()
         self._require_alike(source, "replacement=False draws")
         if count > items:
             path = self.reader.folders.storages[0].path
