@@ -489,6 +489,11 @@ def after_fork(work: Callable[[], None]) -> None:
 after_fork(_fresh_range_locks)
 
 
+def no_fork_during(lock: Any) -> None:
+    """Have forks of this process wait until nobody holds a re-entrant lock, which is free in the child."""
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
 class Renewed(Protocol):
     """An object with locks that another thread may hold when this process is forked."""
 

@@ -16,6 +16,7 @@ nothing. Where numba is installed, `load_loops` has all trees go by the loops of
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -26,8 +27,7 @@ import numpy.typing as npt
 from memmap_buffer.dtypes import FloatArray, all_of, check_count
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.lock import Turn
-from memmap_buffer.format.syscalls import address_of, bytes_at, memory
+from memmap_buffer.format.syscalls import address_of, bytes_at, memory, no_fork_during
 from memmap_buffer.priority import kernels
 from memmap_buffer.priority.kernels import Kernels
 
@@ -41,7 +41,8 @@ MAX_PRIORITY = 1e250  # 2**60 of them still have a finite sum
 _INFINITY = np.uint64(0x7FF0000000000000)
 _TOTAL = attrgetter("total")
 _NO_SUMS: FloatArray = np.zeros(0)
-_loading = Turn()
+_loading = threading.RLock()  # two threads that load the loops at the same time may end the process
+no_fork_during(_loading)  # a child forked in the middle of an import waits for ever when it imports the same
 
 
 def capacity_of(leaves: int) -> int:
@@ -408,7 +409,7 @@ def distinct(trees: Sequence[SumTree], count: int, rng: np.random.Generator) -> 
 
 def load_loops() -> None:
     """Have all trees go by the compiled loops; the first time this may take some seconds."""
-    with _loading.lock:  # two threads that load them at the same time may end the process
+    with _loading:
         if SumTree.loops is None:
             SumTree.loops = kernels.compiled()
 

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from conftest import assert_same
+from fault_injection import in_child
 from inside import COMPILED, LOOPS, compiled_by, nodes_of, priorities_of, top_of
 
 from memmap_buffer import NStep, Prioritized, SumTree, Timestep, Window
 from memmap_buffer.format.syscalls import memory
 from memmap_buffer.priority import kernels
 from memmap_buffer.priority.leaves import where
-from memmap_buffer.priority.sum_tree import num_nodes, spread
+from memmap_buffer.priority.sum_tree import load_loops, num_nodes, spread
 
 
 @pytest.fixture(params=["python", "compiled"])
@@ -149,6 +150,27 @@ def test_two_threads_that_make_the_first_draw_of_a_process_load_the_loops_once(t
     child = subprocess.run(code, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     assert child.stdout.count("are loaded by numba") == 1
+
+
+def test_a_fork_waits_until_the_loops_are_loaded(monkeypatch):
+    """Else a child imports numba where a thread that is not in it has begun to, and waits for it for ever."""
+    begun, go_on, loaded = threading.Event(), threading.Event(), []
+
+    def load():
+        begun.set()
+        assert go_on.wait(60)
+        loaded.append(1)
+        return LOOPS
+
+    monkeypatch.setattr(kernels, "compiled", load)
+    thread, later = threading.Thread(target=load_loops), threading.Timer(0.2, go_on.set)
+    thread.start()
+    assert begun.wait(60)
+    later.start()
+    child = in_child(lambda tell: tell(len(loaded)))
+    thread.join()
+    later.join()
+    assert (child.status, child.told) == (0, [1])
 
 
 def test_without_numba_there_are_none(monkeypatch):
