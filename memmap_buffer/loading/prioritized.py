@@ -274,6 +274,7 @@ class PrioritizedDraws:
             beta = self.how.beta_at(self.num_drawn if number is None else number)
             weight = self._weigh(probability, beta, each, shares)
             self.num_drawn += not alone
+            self._shared += 0 if alone else batch_size
         folder = None if places is None else numbers[places]
         anchors = Anchors(folder, slot, serial, t, weight.astype(np.float32), probability)
         if shown_at is not None:
@@ -372,24 +373,19 @@ class PrioritizedDraws:
         Returns: (the place of each item's folder, or None; the anchors; the probability of a priority of 1 in each
             folder; the change counter of the one folder at which all of them were shown, where it is known).
         """
-        tree = self._leaves.tree
-        totals = None if self._only is not None else tree.totals()
-        total = tree.total if totals is None else float(np.add.reduce(totals))
-        if not total > 0:
-            if not any(priorities.count for priorities in each):
-                raise self.reader.nothing_to_read()
-            path = self.reader.folders.storages[0].path
-            raise NotEnoughDataError(f"{path}: nothing to draw: every item has priority 0", episodes=0)
-        places: IntArray | None = None
-        if totals is not None:
+        for _ in range(2):  # by sums that were made anew, where a leaf tells that they were damaged
+            totals = self._leaves.totals()
+            total = float(np.add.reduce(totals))
+            if not total > 0:
+                if not any(priorities.count for priorities in each):
+                    raise self.reader.nothing_to_read()
+                path = self.reader.folders.storages[0].path
+                raise NotEnoughDataError(f"{path}: nothing to draw: every item has priority 0", episodes=0)
             places, values, shares = self._choose(totals, total, batch_size, rng, alone)
-        else:
-            shares = np.array([1 / total])
-            if self.how.replacement:
-                values = spread(batch_size, total, rng, stratified=self.how.stratified)
-            else:
-                values = distinct([tree], batch_size, rng)[1]
-        drawn = self._leaves.find(places, values)
+            drawn = self._leaves.find(places, values)
+            if drawn is not None:
+                break
+        assert drawn is not None
         selection, shown_at = self.reader.selection, None
         if places is None and not (selection.random or selection.mixes) and each[0].storage.tells_by_counter:
             shown_at = each[0].shown_at
@@ -397,13 +393,19 @@ class PrioritizedDraws:
 
     def _choose(
         self, totals: FloatArray, total: float, batch_size: int, rng: np.random.Generator, alone: bool
-    ) -> tuple[IntArray, FloatArray, FloatArray]:
+    ) -> tuple[IntArray | None, FloatArray, FloatArray]:
         """(B,) in which folder each item is, (B,) at which value of its sum, and the third of `_draw`."""
-        stratified, trees = self.how.stratified, self._leaves.tree.trees
-        if self._weights is None:
+        stratified, tree = self.how.stratified, self._leaves.tree
+        trees = tree.trees or (tree,)
+        if self._weights is None or self._only is not None:
+            if self.how.replacement:
+                values = spread(batch_size, total, rng, stratified=stratified)
+            else:
+                of, values = distinct(trees, batch_size, rng)
+            if self._only is not None:
+                return None, values, 1 / totals
             if not self.how.replacement:
-                return *distinct(trees, batch_size, rng), np.full(len(totals), 1 / total)
-            values = spread(batch_size, total, rng, stratified=stratified)
+                return of, values, np.full(len(totals), 1 / total)
             ends = totals.cumsum()
             places = np.minimum(ends.searchsorted(values, "right"), totals.nonzero()[0][-1])
             within = np.minimum(np.maximum(values - (ends - totals).take(places), 0), totals.take(places))
@@ -412,7 +414,6 @@ class PrioritizedDraws:
             path = self.reader.folders.storages[number].path
             raise NotEnoughDataError(f"{path}: folder {number} has nothing to give its share of a batch", folder=number)
         begin = 0 if alone else self._shared
-        self._shared += 0 if alone else batch_size
         places, _ = (self._quota or Quota(self._weights)).turns(np.arange(begin, begin + batch_size))
         values = np.empty(batch_size)
         for place, each in enumerate(totals):

@@ -21,7 +21,7 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.priority.leaves import Leaves, Packed, Place, Row, where
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities, in_turn, while_locked
-from memmap_buffer.priority.sum_tree import SumTree, with_zeros
+from memmap_buffer.priority.sum_tree import MAX_PRIORITY, SumTree, with_zeros
 from memmap_buffer.priority.tree_file import in_blocks, require_memory
 from memmap_buffer.views.anchors import Runs
 from memmap_buffer.views.view import View
@@ -319,9 +319,11 @@ class AnchorPriorities:
             return steps.tree.minimum
 
     def mend(self) -> None:
-        """Make sums that are damaged anew; those in memory cannot be."""
-        assert self._own is None and self.steps is not None
+        """Make sums of steps that are damaged anew, and those that follow from them."""
+        assert self.steps is not None  # those of a meta field are in memory, and of numbers that were looked at
         self.steps.mend()
+        if self._own is not None:
+            self.catch_up()
 
     def follow(self, runs: Runs | None, *, every_step: bool = True, later: bool = False) -> None:
         """Take in the changes of this folder's anchors, and of the priorities.
@@ -480,11 +482,11 @@ class AnchorPriorities:
     def _by_weight_field(self, slots: IntArray) -> FloatArray:
         name = self._how.weight_field or ""
         values = self.storage.maps.meta[name][slots].reshape(-1).astype(np.float64)
-        if not (values >= 0).all() or not np.isfinite(values).all():
-            bad = values[~((values >= 0) & np.isfinite(values))][0]
+        highest = MAX_PRIORITY ** (1 / max(1.0, self._how.alpha))
+        if not all_of(good := (values >= 0) & (values <= highest)):
             raise SchemaError(
-                f"{self.storage.path}: meta field {name!r} is {bad} in an episode, and a weight is a finite number "
-                "from 0; shift it, or store a field of weights"
+                f"{self.storage.path}: meta field {name!r} is {values[~good][0]} in an episode, and a weight is a "
+                f"number from 0 to {highest:.3g}; shift it, or store a field of weights"
             )
         return np.asarray(np.where(values > 0, values**self._how.alpha, 0.0))
 

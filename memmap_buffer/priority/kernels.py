@@ -59,16 +59,19 @@ def _compiled(numba: Any, signature: Any, loop: Any) -> Any:
 
 
 def accumulate(nodes: Any, sums: Any) -> None:
-    """0, then the sums of nodes (top,) up to each, into sums (top + 1,)."""
-    total = 0.0
+    """0, then the sums of nodes (top,) up to each, into sums (top + 1,); NaN at the end where one is negative."""
+    total = lowest = 0.0
     sums[0] = total
     for i in range(len(nodes)):
         total += nodes[i]
+        lowest = min(lowest, nodes[i])
         sums[i + 1] = total
+    if lowest < 0:
+        sums[-1] = np.nan
 
 
 def find(words: Any, offsets: Any, first: int, sums: Any, of: Any, values: Any, nodes: Any, rest: Any) -> float:
-    """The leaves at values of the cumulative sums of trees, and their priorities: 0 only where a tree is empty.
+    """The leaves at values of the cumulative sums of trees, and their priorities; see `SumTree.find`.
 
     Args:
         words: where all trees lie. offsets: (levels, trees) what the places of nodes there are beyond their numbers.
@@ -118,7 +121,10 @@ def find(words: Any, offsets: Any, first: int, sums: Any, of: Any, values: Any, 
             rest[i] = value - lower * right
             nodes[i] = node + right - offsets[level, of[i]]
     for i in range(count):
-        rest[i] = words[offsets[0, of[i]] + nodes[i]]
+        leaf = offsets[0, of[i]] + nodes[i]
+        priority, eight = words[leaf], leaf - nodes[i] % 8
+        lowest = words[eight : eight + 8].min() if levels else priority
+        rest[i] = priority if lowest >= 0 and rest[i] - priority <= 1e-9 * values[i] else 0.0
         nodes[i] -= first
     return touched
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from memmap_buffer.dtypes import FloatArray, all_of, any_of
-from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import address_of, memory
@@ -177,20 +176,25 @@ class Leaves:
 
     # From a value of the sum to a step
 
-    def find(self, of: IntArray | None, values: FloatArray) -> Drawn:
-        """The items (B,) at values (B,) of the cumulative sums of their folders; sums that are damaged are made anew.
+    def totals(self) -> FloatArray:
+        """(folders,) the sums of their priorities; those that are damaged are made anew."""
+        totals = self.tree.totals()
+        damaged = [i for i, total in enumerate(totals.tolist()) if not 0 <= total < np.inf]
+        if damaged:
+            self._mend(damaged)
+            totals = self.tree.totals()
+        return totals
 
-        Raises:
-            NotEnoughDataError: every priority of a folder is 0.
+    def find(self, of: IntArray | None, values: FloatArray) -> Drawn | None:
+        """The items (B,) at values (B,) of the cumulative sums of their folders.
+
+        None where the sums of a folder were damaged, and were made anew: others are to be drawn, by other `totals`.
         """
         leaves, priorities = self.tree.find(values, of)
         slots, serials, t, there = self._located(of, leaves, priorities)
         if there is not None:
-            self._mend(of, there)
-            totals = self.tree.total if of is None else self.tree.totals()[of]
-            leaves, priorities = self.tree.find(np.minimum(values, totals), of)
-            slots, serials, t, there = self._located(of, leaves, priorities)
-            assert there is None
+            self._mend([0] if of is None else np.unique(of[~there]).tolist())
+            return None
         if self._rows[0].times is not None:
             for i, (mine,) in by_tree(of, np.arange(len(t))):
                 t[mine] = self._rows[i].times[leaves[mine]]
@@ -227,16 +231,11 @@ class Leaves:
         there &= t < steps >> 32 & LOW
         return slots, serials, t, None if all_of(there) else there
 
-    def _mend(self, of: IntArray | None, there: Any) -> None:
+    def _mend(self, folders: list[int]) -> None:
         each = self._each
-        wrong = [0] if of is None else np.unique(of[~there]).tolist()
-        for i in wrong:
+        for i in folders:
             each[i].mend()
         self.look(each)
-        for i in wrong:
-            if not self._rows[i].tree.total:
-                text = f"{each[i].storage.path}: nothing to draw: every item has priority 0"
-                raise NotEnoughDataError(text, episodes=0)
 
     # From an episode to its slot
 

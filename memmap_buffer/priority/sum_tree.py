@@ -124,13 +124,21 @@ class SumTree:
         return float(np.add.reduce(self.totals()) if self.trees else self._cumulative()[-1])
 
     def totals(self) -> FloatArray:
-        """(T,) the sum of each of the trees that are joined."""
+        """(T,) the sum of each of the trees that are joined, or of the only one; NaN may be one that is damaged."""
+        if not self.trees:
+            return self._cumulative()[-1:]
         if self._apart:
             return np.array([*map(_TOTAL, self.trees)])
         for tree in self.trees:
             tree.sum_up()
         sums: FloatArray = self._words.take(self._offsets[-1] + 1)
         return sums
+
+    @property
+    def sound(self) -> bool:
+        """Whether the top level adds up, to a total that can be; `find` tells of damage below."""
+        top, below = self._words[self._top : 2 * self._top], self._words[WIDTH * self._top : 2 * WIDTH * self._top]
+        return bool(0 <= self.total < np.inf and (not self._steps or (_sums_of_eight(below) == top).all()))
 
     @property
     def minimum(self) -> float:
@@ -224,9 +232,10 @@ class SumTree:
             self._summed_up = True
 
     def find(self, values: FloatArray, of: IntArray | None = None) -> tuple[IntArray, FloatArray]:
-        """The leaves (B,) at values (B,) in [0, total] of the cumulative sum, and their priorities; never one of 0.
+        """The leaves (B,) at values (B,) in [0, total] of the cumulative sum, and their priorities.
 
-        The tree must not be empty. Of trees that are joined, after `totals`, an empty one has a leaf of 0.
+        A priority of 0 tells of damaged sums: the value lies behind its leaf, or a leaf beside it is negative. The tree
+        must not be empty. Of trees that are joined, after `totals`, an empty one has a leaf of 0.
         """
         if self._apart and of is not None:
             leaves, priorities = np.empty_like(of), np.empty_like(values)
@@ -246,21 +255,29 @@ class SumTree:
             nodes, left_over = nodes + self._top, values - sums.take(nodes)
         else:
             nodes, left_over = np.ones_like(of), values
-        leaves, priorities = self._descend(nodes, left_over, of, careful=False)
-        if not all_of(priorities > 0):
-            return self._descend(nodes, left_over, of, careful=True)
+        slack = LEAST * values
+        with np.errstate(invalid="ignore"):  # an infinite node is a damaged one
+            leaves, priorities = self._descend(nodes, left_over, slack, of, careful=False)
+            if not all_of(priorities > 0):
+                return self._descend(nodes, left_over, slack, of, careful=True)
         return leaves, priorities
 
     def _descend(
-        self, nodes: IntArray, left_over: FloatArray, of: IntArray | None, *, careful: bool
+        self, nodes: IntArray, left_over: FloatArray, slack: FloatArray, of: IntArray | None, *, careful: bool
     ) -> tuple[IntArray, FloatArray]:
-        """The leaves below, and their priorities; `careful` also where rounding left a value at the end of a node."""
+        """`find` below nodes; `careful` also where rounding left a value at the end of a node, by `slack` at most."""
         left_over, first = left_over.copy(), np.arange(len(nodes))
+        eight: FloatArray = _NO_SUMS
         for level in range(self._steps - 1, -1, -1):
             eight = self._eight(level, nodes, of)
             into = careful or level >= self._full  # behind the last level of a low tree are zeros, which are no nodes
             nodes = WIDTH * (nodes - first) + _chosen(eight, left_over, first, into)
         priorities = self._words.take(nodes if of is None else self._offsets[0].take(of) + nodes)
+        left_over -= priorities
+        sound = left_over <= slack
+        if not all_of(sound) or np.minimum.reduce(eight, initial=0) < 0:
+            sound &= eight.reshape(len(nodes), -1).min(axis=1, initial=0) >= 0
+            priorities[~sound] = 0
         return nodes - self._first, priorities
 
     def _eight(self, level: int, nodes: IntArray, of: IntArray | None) -> FloatArray:
@@ -308,7 +325,7 @@ class SumTree:
         return total
 
     def _cumulative(self) -> FloatArray:
-        """0, then the sums of the top level's nodes up to each."""
+        """0, then the sums of the top level's nodes up to each; NaN at the end where a damaged one is negative."""
         if self._sums is None:
             sums, nodes = np.empty(self._top + 1), self._words[self._top : 2 * self._top]
             if self.loops is not None:
@@ -316,6 +333,8 @@ class SumTree:
             else:
                 sums[0] = 0
                 np.add.accumulate(nodes, out=sums[1:])
+                if np.minimum.reduce(nodes) < 0:
+                    sums[-1] = np.nan
             self._sums = sums  # when they are whole: an interrupt may come in between
         return self._sums
 
@@ -399,6 +418,8 @@ def distinct(trees: Sequence[SumTree], count: int, rng: np.random.Generator) -> 
         chosen, size, begin = np.zeros_like(which), np.zeros_like(within), np.zeros_like(within)
         for i, (mine, part) in by_tree(which, np.arange(len(which)), within):
             chosen[mine], size[mine] = trees[i].find(part)
+            if not all_of(size[mine] > 0):
+                return which, within  # where whoever finds them meets the damaged sums, too
             begin[mine] = (ends[i] - totals[i]) + trees[i].before(chosen[mine])
         of, leaves = np.append(of, which), np.append(leaves, chosen)
         begins, sizes = np.append(begins, begin), np.append(sizes, size)

@@ -376,7 +376,7 @@ class TreeFile:
         alpha = float(self._nodes.array[0])
         if alpha != self.alpha:
             return f"alpha was {alpha} and is {self.alpha}"
-        return "" if 0 <= self.tree.total < np.inf else "its sums are damaged"
+        return "" if self.tree.sound else "its sums are damaged"
 
     def _rebuild(self, why: str, *kept: Any) -> None:
         """A new tree of leaves that are kept, as `_kept` gives them."""

@@ -46,7 +46,6 @@ from memmap_buffer import (
     ConcatBuffer,
     CorruptBufferError,
     EpisodeStateError,
-    NotEnoughDataError,
     Prioritized,
     ReplayBuffer,
     SchemaError,
@@ -118,7 +117,10 @@ def find(priorities, values):
     """The t of the steps at values of the cumulative sum."""
     leaves = StepLeaves(True)
     leaves.look([priorities])
-    return leaves.find(None, values)[2]
+    found = leaves.find(None, values)
+    if found is None:  # it was made anew
+        found = leaves.find(None, np.minimum(values, leaves.totals()))
+    return found[2]
 
 
 def powered(errors):
@@ -642,16 +644,63 @@ def test_sums_that_are_nonsense_are_found_when_a_draw_meets_them(tmp_path, caplo
     assert content(priorities)[0, 1] == powered([3])[0]
 
 
+SMALL, LARGE = [6, 6], [300] * 70
+NO_SUMS = [-3.0, math.nan, math.inf]
+DAMAGES = [  # of a small tree a leaf; of a large one a leaf, the node above it, and that of the top level
+    *((SMALL, 32 + 2, value) for value in NO_SUMS),
+    *((LARGE, (1 << 15) + 2, value) for value in [*NO_SUMS, 0.0]),
+    *((LARGE, 4096, value) for value in [*NO_SUMS, 0.0, 9.0]),
+    *((LARGE, 512, value) for value in [*NO_SUMS, 0.0, 9.0, 99.0]),
+]
+MEANWHILE = [  # too small a node of the top level is seen when the file is opened
+    (3, [(lengths, node, value) for lengths, node, value in DAMAGES if node in (32 + 2, (1 << 15) + 2) and value != 0]),
+    (
+        298,
+        [
+            (LARGE, node, value)
+            for lengths, node, value in DAMAGES
+            if node > 4095 or (node == 512 and value not in (0, 9))
+        ],
+    ),
+]
+EVERY_STEP = {"prioritized": Prioritized(**HOW), "timestep_level": True, "format": "numpy"}
+
+
+def damage(folder, node, value):
+    np.load(folder / "priority" / "td.npy", mmap_mode="r+")[node] = value
+
+
+def assert_drawn_by_sound_sums(buffer, lengths, caplog):
+    """Of steps of the same priority, as many as there are: each of them."""
+    batch = buffer.sample(sum(lengths), **EVERY_STEP)
+    assert "its sums are damaged" in caplog.text
+    assert (batch["_probabilities"] == 1 / sum(lengths)).all()
+    every = [(serial, t) for serial, length in enumerate(lengths) for t in range(length)]
+    assert sorted(map(tuple, batch["_indices"].tolist())) == every
+
+
 @pytest.mark.usefixtures("both_ways")
-def test_of_a_tree_whose_priorities_all_became_zero_a_draw_says_so(tmp_path):
-    make(tmp_path, 3)
-    priorities = opened(tmp_path, epsilon=0)
-    values = np.linspace(0, priorities.tree.total, 5)
-    update(priorities, [(0, 0), (0, 1), (0, 2)], [0, 0, 0])
-    with pytest.raises(NotEnoughDataError, match="nothing to draw: every item has priority 0"):
-        find(priorities, values)
-    update(priorities, [(0, 1)], [4])
-    assert set(find(priorities, values).tolist()) == {1}
+@pytest.mark.parametrize(("lengths", "node", "value"), DAMAGES)
+def test_no_batch_is_drawn_by_sums_that_were_damaged_before(tmp_path, caplog, lengths, node, value):
+    with make(tmp_path, *lengths, max_episodes=len(lengths), max_timesteps=lengths[0]) as buffer:
+        buffer.sample(1, **EVERY_STEP)
+    damage(tmp_path, node, value)
+    with ReplayBuffer.from_folder(tmp_path) as buffer:
+        assert_drawn_by_sound_sums(buffer, lengths, caplog)
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize(("t", "damages"), MEANWHILE)
+def test_no_batch_is_drawn_by_sums_that_were_damaged_meanwhile(tmp_path, caplog, t, damages):
+    """Beside a leaf that is updated, or elsewhere: above it an update has mended all."""
+    for number, (lengths, node, value) in enumerate(damages):
+        caplog.clear()
+        sizes = {"max_episodes": len(lengths), "max_timesteps": lengths[0]}
+        with make(tmp_path / str(number), *lengths, **sizes) as buffer:
+            buffer.sample(1, **EVERY_STEP)
+            damage(tmp_path / str(number), node, value)
+            buffer.update_priorities(np.array([[0, t]]), np.array([1 - EPSILON]))  # what it has already
+            assert_drawn_by_sound_sums(buffer, lengths, caplog)
 
 
 def test_a_tree_that_could_not_be_made_anew_is_made_anew_by_the_next_call(tmp_path, kind, monkeypatch):
@@ -720,6 +769,7 @@ def test_a_leaf_beyond_the_last_slot_is_no_step_whatever_lies_behind_the_slots_i
 
     leaves = Leaves(True)
     leaves.look([Folder()])
+    assert leaves.find(None, np.array([0.5])) is None
     assert [column.item() for column in leaves.find(None, np.array([0.5]))] == [1, 8, 1, 1.0]
 
 
