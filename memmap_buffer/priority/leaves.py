@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from memmap_buffer.dtypes import FloatArray, all_of, any_of
+from memmap_buffer.dtypes import FloatArray, all_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import address_of, memory
 from memmap_buffer.priority.sum_tree import WIDTH, SumTree, by_tree, joined
-from memmap_buffer.priority.tree_file import LOW
+from memmap_buffer.priority.tree_file import steps_in
 
 _STAMP = attrgetter("stamp")
 # (B,) of each episode its slot, which steps have a leaf, start … stop - 1, and whether it is there.
@@ -95,7 +95,7 @@ def where(array: IntArray) -> int:
 NO_EPISODES: IntArray = np.array([[-2], [0]])  # serials, and their slots: one that no episode has
 _NO_PAIRS: IntArray = np.zeros(2, np.int64)
 _NO_LEAVES = Place(1, 0, 1, where(_NO_PAIRS), where(NO_EPISODES[0]), where(NO_EPISODES[1]), -2, 1)
-NOWHERE = Row(SumTree.empty(WIDTH), _NO_LEAVES, (_NO_PAIRS, NO_EPISODES))  # of a folder that is not there
+NOWHERE = Row(SumTree.empty(WIDTH), _NO_LEAVES, (_NO_PAIRS, *NO_EPISODES))  # of a folder that is not there
 
 
 class Leaves:
@@ -221,14 +221,9 @@ class Leaves:
         if not self._from_step_0:
             t -= place.before
         there = priorities > 0
-        words = 2 * slots
-        words += place.pairs
-        serials = self._memory.take(words)
-        serials -= 1
-        words += 1
-        steps = self._memory.take(words)
-        there &= (t if self._from_step_0 else np.maximum(t, 0)) >= steps & LOW
-        there &= t < steps >> 32 & LOW
+        serials, start, stop = self._shown(place, slots)
+        there &= (t if self._from_step_0 else np.maximum(t, 0)) >= start
+        there &= t < stop
         return slots, serials, t, None if all_of(there) else there
 
     def _mend(self, folders: list[int]) -> None:
@@ -241,33 +236,25 @@ class Leaves:
 
     def look_up(self, of: IntArray | None, serials: IntArray) -> Looked:
         """The episodes (B,) that have these serials."""
-        slots, start, stop, here = self.glance(of, serials)
+        place = self._only or self.place(of)
+        near = np.minimum(np.maximum(serials - place.oldest, 0), place.num_serials - 1)
+        slots = self._memory.take(near + place.order)  # where it is, if no serial was left out
+        shown, start, stop = self._shown(place, slots)
+        here = shown == serials
         if not all_of(here):
-            place = self.place(of)
-            near = np.minimum(np.maximum(serials - place.oldest, 0), place.num_serials - 1)
-            left_out = (self._memory.take(near + place.serials) != serials) & (serials >= place.oldest)
-            if any_of(left_out):
-                return self.glance(of, serials, self._last_up_to(serials, place.serials, place.num_serials))
+            others = np.flatnonzero(~here)
+            for i, (mine, wanted) in by_tree(None if of is None else of[others], others, serials[others]):
+                _, listed, order = self._rows[i].arrays
+                slots[mine] = order[np.minimum(np.searchsorted(listed, wanted), len(listed) - 1)]
+            shown, start, stop = self._shown(place, slots)
+            here = shown == serials
         return slots, start, stop, here
 
-    def glance(self, of: IntArray | None, serials: IntArray, near: Any = None) -> Looked:
-        """`look_up` at places in the list of serials; without, where they are if none was left out."""
-        place = self._only or self.place(of)
-        if near is None:
-            near = np.minimum(np.maximum(serials - place.oldest, 0), place.num_serials - 1)
-        slots = self._memory.take(near + place.order)
+    def _shown(self, place: Place, slots: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """(B,) the serials of the episodes that have leaves in slots; start and stop of the steps of these."""
         words = 2 * slots
         words += place.pairs
-        here = self._memory.take(words) == serials + 1
+        serials = self._memory.take(words)
+        serials -= 1
         words += 1
-        steps = self._memory.take(words)
-        return slots, steps & LOW, steps >> 32 & LOW, here
-
-    def _last_up_to(self, values: IntArray, begin: Any, count: Any) -> IntArray:
-        """The place of the last of `count` ascending integers from `begin` on that is at most a value (B,); else 0."""
-        place = np.zeros_like(values)
-        step = 1 << int(np.max(count)).bit_length()
-        while step := step >> 1:
-            further = np.minimum(place + step, count - 1)
-            place = np.where(self._memory.take(begin + further) <= values, further, place)
-        return place
+        return serials, *steps_in(self._memory.take(words))

@@ -512,18 +512,15 @@ class StepLeaves(Leaves):
             if loops.leaves(self._memory, self._places, folders, serials, t, slots, leaves):
                 return Steps(of, slots, t, leaves, values), 0
         t = np.maximum(t, 0)  # below 0, where a window began before its episode
-        slots, start, stop, here = self.glance(of, serials)
-        there = here & (t >= start) & (t < stop)
-        if all_of(there):
-            return Steps(of, slots, t, self.leaves(of, slots, t), values), 0
         slots, start, stop, here = self.look_up(of, serials)
-        outside = here & (t >= stop)
-        if any_of(outside):
-            i = np.flatnonzero(outside)[0]
-            raise SchemaError(f"update_priorities: episode {serials[i]} has steps 0 … {stop[i] - 1}, got {t[i]}")
-        there = np.flatnonzero(here & (t >= start))
-        of, slots, t = of if of is None else of[there], slots[there], t[there]
-        return Steps(of, slots, t, self.leaves(of, slots, t), values[there]), len(serials) - len(there)
+        there, dropped = here & (t >= start) & (t < stop), 0
+        if not all_of(there):
+            if any_of(outside := here & (t >= stop)):
+                i = np.flatnonzero(outside)[0]
+                raise SchemaError(f"update_priorities: episode {serials[i]} has steps 0 … {stop[i] - 1}, got {t[i]}")
+            of, slots, t, values = of if of is None else of[there], slots[there], t[there], values[there]
+            dropped = len(there) - len(t)
+        return Steps(of, slots, t, self.leaves(of, slots, t), values), dropped
 
     def _steps_of_items(
         self, of: IntArray | None, serials: IntArray, t: IntArray | None, values: Any
