@@ -43,10 +43,11 @@ class NamedPriorities:
         name, alpha, epsilon: see `Priorities.open`.
 
     Attributes:
+        opened: those that are open already.
         by_folder: whether the indices of a batch begin with the number of the folder.
         error_clip: see `Prioritized`.
         drawn: of what items batches were drawn: whether of whole episodes, False for those of steps.
-        ranks: that draw by them; new priorities of each are given to all.
+        ranks: that draw by them, if there are several; new priorities of each are given to all.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class NamedPriorities:
         self.by_folder = not folders.single
         self.error_clip: tuple[float, float] | None = None
         self.drawn: set[bool] = set()
-        self.ranks = Ranks()
-        self._opened: dict[Storage, Priorities] = {}
+        self.ranks: Ranks | None = None
+        self.opened: dict[Storage, Priorities] = {}
         self._leaves = StepLeaves(folders.single)
         self._highest = Highest()
         self._opening = Turn()  # threads open each once
@@ -65,11 +66,11 @@ class NamedPriorities:
     def of(self, storage: Storage) -> Priorities:
         """The priorities of a folder. Raises as `Priorities.open`."""
         with self._opening.lock:
-            priorities = self._opened.get(storage)
+            priorities = self.opened.get(storage)
             if priorities is None:
                 how: dict[str, Any] = {"alpha": self._alpha, "epsilon": self._epsilon, "highest": self._highest}
                 priorities = Priorities.open(storage, self._name, **how)
-                self._opened[storage] = priorities
+                self.opened[storage] = priorities
             return priorities
 
     def update(self, of_ranks: Sequence[tuple[IntArray, FloatArray]], own: int = 0) -> int:
@@ -87,22 +88,24 @@ class NamedPriorities:
         for rank, (columns, errors) in enumerate(of_ranks):
             each, of = self._folders_of(columns)
             t = columns[:, -1] if columns.shape[1] - self.by_folder == 2 else None
-            dropped[rank] = self._leaves.update(each, of, columns[:, int(self.by_folder)], t, errors)
+            update = partial(self._leaves.update, of, columns[:, int(self.by_folder)], t, errors)
+            dropped[rank] = self._leaves.over(each, of, update)
         return dropped[own]
 
     def get(self, columns: IntArray) -> FloatArray:
         """(B,) the priorities of steps, 0 where one is gone. Raises as `StepLeaves.get`."""
-        return self._leaves.get(*self._folders_of(columns), columns[:, -2], columns[:, -1])
+        each, of = self._folders_of(columns)
+        return self._leaves.over(each, of, partial(self._leaves.get, of, columns[:, -2], columns[:, -1]))
 
     def _folders_of(self, columns: IntArray) -> tuple[Sequence[Priorities | None], IntArray | None]:
         """The priorities of folders, None for one that is not there; (B,) in which of them an item is."""
         if not self.by_folder:
-            return [*self._opened.values()] or [self.of(self._folders.storages[0])], None
+            return [*self.opened.values()] or [self.of(self._folders.storages[0])], None
         places = self._folders.places(columns[:, 0])
         if places is not None:
             storages, of = places
             with self._opening.lock:
-                each = [self._opened.get(storage) for storage in storages]
+                each = [self.opened.get(storage) for storage in storages]
             if None not in [each[i] for i in np.flatnonzero(np.bincount(of)).tolist()]:
                 return each, of
         numbers, of = np.unique(columns[:, 0], return_inverse=True)
@@ -124,7 +127,7 @@ class NamedPriorities:
     def move_to(self, folders: Folders) -> None:
         """Go on with the same folders, opened again as their columns were changed; other threads may be drawing."""
         with self._opening.lock:
-            before, self._opened, self._folders = self._opened, {}, folders
+            before, self.opened, self._folders = self.opened, {}, folders
             self.open()
             for priorities in before.values():
                 priorities.close()
@@ -174,24 +177,24 @@ class NamedPriorities:
         """Go on with another α or ε, see `Priorities.use`, and another clip of errors."""
         scale = self._alpha, self._epsilon = how.alpha, how.epsilon
         self.error_clip = how.error_clip
-        for priorities in list(self._opened.values()):  # another thread may open more
+        for priorities in list(self.opened.values()):  # another thread may open more
             if SCALE(priorities) != scale:
                 priorities.use(alpha=how.alpha, epsilon=how.epsilon)
 
     def checkpoint(self) -> None:
         """Wait until they are on the disk."""
-        for priorities in self._opened.values():
+        for priorities in self.opened.values():
             priorities.checkpoint()
 
     def close(self) -> None:
         """Bring all of them to the disk and close them."""
-        while self._opened:
-            self._opened.popitem()[1].close()
+        while self.opened:
+            self.opened.popitem()[1].close()
 
     def prune(self) -> None:
         """Close the priorities of folders that were removed."""
-        for storage in self._opened.keys() - set(self._folders.storages):
-            self._opened.pop(storage).close()
+        for storage in self.opened.keys() - set(self._folders.storages):
+            self.opened.pop(storage).close()
 
 
 class PrioritizedDraws:
@@ -260,7 +263,7 @@ class PrioritizedDraws:
                     # What takes other locks, or long, comes first: items that no episode tells of, and the files.
                     if not selection.by_episode:
                         self.reader.index(refresh=True)
-                    steps = self._priorities.of(self._only)
+                    steps = self._priorities.opened.get(self._only) or self._priorities.of(self._only)
             if steps is None:  # the locks of several are taken together, see `SeveralAnchors`
                 numbers, each = self._follow()
                 draw = partial(self._draw, each, batch_size, rng, alone)
@@ -284,7 +287,7 @@ class PrioritizedDraws:
     def share(self, ranks: Ranks) -> None:
         """Have these ranks draw by the same priorities from now on."""
         if self._priorities is not None:
-            self._priorities.ranks = ranks
+            self._priorities.ranks = ranks if ranks.connected else None
 
     def distinct(self, batch_size: int, rng: np.random.Generator) -> Columns:
         """A batch as `Prioritized(replacement=False)` draws it. Raises SchemaError: it draws with replacement."""
@@ -381,7 +384,14 @@ class PrioritizedDraws:
                     raise self.reader.nothing_to_read()
                 path = self.reader.folders.storages[0].path
                 raise NotEnoughDataError(f"{path}: nothing to draw: every item has priority 0", episodes=0)
-            places, values, shares = self._choose(totals, total, batch_size, rng, alone)
+            if self._only is not None and self.how.replacement:
+                places, values, shares = (
+                    None,
+                    spread(batch_size, total, rng, stratified=self.how.stratified),
+                    1 / totals,
+                )
+            else:
+                places, values, shares = self._choose(totals, total, batch_size, rng, alone)
             drawn = self._leaves.find(places, values)
             if drawn is not None:
                 break
@@ -398,14 +408,10 @@ class PrioritizedDraws:
         stratified, tree = self.how.stratified, self._leaves.tree
         trees = tree.trees or (tree,)
         if self._weights is None or self._only is not None:
-            if self.how.replacement:
-                values = spread(batch_size, total, rng, stratified=stratified)
-            else:
-                of, values = distinct(trees, batch_size, rng)
-            if self._only is not None:
-                return None, values, 1 / totals
             if not self.how.replacement:
-                return of, values, np.full(len(totals), 1 / total)
+                places, values = distinct(trees, batch_size, rng)
+                return None if self._only is not None else places, values, np.full(len(totals), 1 / total)
+            values = spread(batch_size, total, rng, stratified=stratified)
             ends = totals.cumsum()
             places = np.minimum(ends.searchsorted(values, "right"), totals.nonzero()[0][-1])
             within = np.minimum(np.maximum(values - (ends - totals).take(places), 0), totals.take(places))
@@ -458,7 +464,7 @@ def gathered_errors(
             where ranks share the priorities, on each of them, whatever failed on one.
     """
     ranks, own_errors, why = priorities.ranks, None, ""
-    if not ranks.connected:
+    if ranks is None:
         return [_checked(priorities, indices, td_errors)], 0
     try:
         own_errors = _checked(priorities, indices, td_errors)

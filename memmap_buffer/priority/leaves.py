@@ -17,7 +17,7 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import address_of, memory
 from memmap_buffer.priority.sum_tree import WIDTH, SumTree, by_tree, joined
-from memmap_buffer.priority.tree_file import steps_in
+from memmap_buffer.priority.tree_file import LOW
 
 _STAMP = attrgetter("stamp")
 # (B,) of each episode its slot, which steps have a leaf, start … stop - 1, and whether it is there.
@@ -179,9 +179,8 @@ class Leaves:
     def totals(self) -> FloatArray:
         """(folders,) the sums of their priorities; those that are damaged are made anew."""
         totals = self.tree.totals()
-        damaged = [i for i, total in enumerate(totals.tolist()) if not 0 <= total < np.inf]
-        if damaged:
-            self._mend(damaged)
+        if not 0 <= np.minimum.reduce(totals) <= np.maximum.reduce(totals) < np.inf:
+            self._mend(np.flatnonzero(~((totals >= 0) & (totals < np.inf))))
             totals = self.tree.totals()
         return totals
 
@@ -193,7 +192,7 @@ class Leaves:
         leaves, priorities = self.tree.find(values, of)
         slots, serials, t, there = self._located(of, leaves, priorities)
         if there is not None:
-            self._mend([0] if of is None else np.unique(of[~there]).tolist())
+            self._mend(np.zeros(1, np.int64) if of is None else np.unique(of[~there]))
             return None
         if self._rows[0].times is not None:
             for i, (mine,) in by_tree(of, np.arange(len(t))):
@@ -226,9 +225,9 @@ class Leaves:
         there &= t < stop
         return slots, serials, t, None if all_of(there) else there
 
-    def _mend(self, folders: list[int]) -> None:
+    def _mend(self, folders: IntArray) -> None:
         each = self._each
-        for i in folders:
+        for i in folders.tolist():
             each[i].mend()
         self.look(each)
 
@@ -257,4 +256,5 @@ class Leaves:
         serials = self._memory.take(words)
         serials -= 1
         words += 1
-        return serials, *steps_in(self._memory.take(words))
+        steps = self._memory.take(words)
+        return serials, steps & LOW, steps >> 32 & LOW

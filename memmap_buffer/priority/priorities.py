@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -401,9 +401,6 @@ def while_locked(each: Sequence[Priorities], work: Callable[[], T]) -> T:
             pass
 
 
-Work: TypeAlias = Callable[[dict[int, Priorities]], int]  # on the priorities of folders, by their numbers
-
-
 class Steps(NamedTuple):
     """Steps (K,) that are there: in which folder, slot, t, leaf; and a value of each, such as an error."""
 
@@ -417,48 +414,17 @@ class Steps(NamedTuple):
 class StepLeaves(Leaves):
     """The leaves of the steps of folders, whose priorities are read, and changed by errors.
 
-    Everywhere `each` are the priorities of the folders, `of` (B,) says in which of them an item is (None: in the only
-    one), and `serials` (B,) of which episode; it begins at step `t` (B,), or is a whole episode where that is None.
+    Everywhere `each` are the priorities of the folders, None for one that is not there; `of` (B,) says in which of them
+    an item is (None: in the only one), and `serials` (B,) of which episode; it begins at step `t` (B,), or is a whole
+    episode where that is None.
     """
 
     def __init__(self, single: bool) -> None:
         super().__init__(single)
         self._turn = Turn()
 
-    def get(self, each: Sequence[Any], of: IntArray | None, serials: IntArray, t: IntArray) -> FloatArray:
-        """The priorities of steps (B,), 0 where one is gone. Raises SchemaError: an episode has no such step."""
-        out = np.zeros(len(serials))
-
-        def read(_: Any) -> int:
-            steps, dropped = self._steps(of, serials, t, np.arange(len(serials)))
-            out[steps.values] = self.tree.get(steps.leaves, steps.of) + 0.0  # which makes 0.0 of -0.0
-            return dropped
-
-        self._while_held(each, of, read)
-        return out
-
-    def update(
-        self, each: Sequence[Any], of: IntArray | None, serials: IntArray, t: IntArray | None, td_errors: FloatArray
-    ) -> int:
-        """Give steps the priorities of their errors; where it raises, nothing was changed in any folder.
-
-        All leaves are stored together. So of a process that is killed meanwhile all these trees are made anew of their
-        leaves, and not one.
-
-        Args:
-            td_errors: (B,) δ; or (B, L) of as many steps, of which those beyond the episode are ignored. Of a step that
-                stands twice the last counts.
-
-        Returns:
-            how many items were dropped because their episode is gone, or of a step it.
-
-        Raises:
-            SchemaError: an error is NaN, infinite or too large, or an episode has no such step.
-        """
-        return self._while_held(each, of, partial(self._update, of, serials, t, td_errors))
-
-    def _while_held(self, each: Sequence[Any], of: IntArray | None, work: Work) -> int:
-        """Do something while the folders of items, by their numbers, are locked and followed."""
+    def over(self, each: Sequence[Any], of: IntArray | None, work: Callable[[dict[int, Priorities]], T]) -> T:
+        """Do something with the priorities of the folders of items, by their numbers: these are locked and followed."""
         if of is None:
             with self._turn.lock, each[0].lock:
                 each[0].follow()
@@ -466,18 +432,28 @@ class StepLeaves(Leaves):
                 return work({0: each[0]})
         chosen = np.flatnonzero(np.bincount(of)).tolist()
         mine = {i: priorities for i in chosen if (priorities := each[i]) is not None}
-        if not mine:
-            return len(of)
         with self._turn.lock:
-            return while_locked(in_turn(mine.values()), partial(self._followed, each, mine, work))
+            return while_locked(in_turn(mine.values()), partial(self._over, each, mine, work))
 
-    def _followed(self, each: Sequence[Any], mine: dict[int, Priorities], work: Work) -> int:
+    def _over(self, each: Sequence[Any], mine: dict[int, Priorities], work: Callable[[dict[int, Priorities]], T]) -> T:
         for priorities in mine.values():
             priorities.follow()
         self.look(each, mine if len(mine) < len(each) else None)
         return work(mine)
 
-    def _update(
+    def get(self, of: IntArray | None, serials: IntArray, t: IntArray, mine: dict[int, Priorities]) -> FloatArray:
+        """The priorities of steps (B,), 0 where one is gone; in `over`.
+
+        Raises:
+            SchemaError: an episode has no such step.
+        """
+        del mine
+        out = np.zeros(len(serials))
+        steps, _ = self._steps(of, serials, t, np.arange(len(serials)))
+        out[steps.values] = self.tree.get(steps.leaves, steps.of) + 0.0  # which makes 0.0 of -0.0
+        return out
+
+    def update(
         self,
         of: IntArray | None,
         serials: IntArray,
@@ -485,13 +461,29 @@ class StepLeaves(Leaves):
         td_errors: FloatArray,
         mine: dict[int, Priorities],
     ) -> int:
-        """`update` of folders that are held."""
+        """Give steps the priorities of their errors, in `over`; where it raises, nothing was changed in any folder.
+
+        All leaves are stored together. So of a process that is killed meanwhile all these trees are made anew of their
+        leaves, and not one.
+
+        Args:
+            of, serials, t: the steps.
+            td_errors: (B,) δ; or (B, L) of as many steps, of which those beyond the episode are ignored. Of a step that
+                stands twice the last counts.
+            mine: the priorities of the folders, as `over` gives them.
+
+        Returns:
+            how many items were dropped because their episode is gone, or of a step it.
+
+        Raises:
+            SchemaError: an error is NaN, infinite or too large, or an episode has no such step.
+        """
         scales = {*map(SCALE, mine.values())}
         if len(scales) > 1:
             dropped = 0
             for i, (items,) in by_tree(of, np.arange(len(serials))):
                 part = of[items], serials[items], None if t is None else t[items]  # type: ignore[index]
-                dropped += self._update(*part, td_errors[items], {i: mine[i]})
+                dropped += self.update(*part, td_errors[items], {i: mine[i]} if i in mine else {})
             return dropped
         steps, dropped = self._steps(of, serials, t, td_errors)
         if len(steps.leaves):

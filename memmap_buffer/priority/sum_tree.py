@@ -257,15 +257,19 @@ class SumTree:
             nodes, left_over = np.ones_like(of), values
         slack = LEAST * values
         with np.errstate(invalid="ignore"):  # an infinite node is a damaged one
-            leaves, priorities = self._descend(nodes, left_over, slack, of, careful=False)
-            if not all_of(priorities > 0):
-                return self._descend(nodes, left_over, slack, of, careful=True)
+            leaves, priorities, sound = self._descend(nodes, left_over, slack, of, careful=False)
+            if not all_of(sound):
+                leaves, priorities, sound = self._descend(nodes, left_over, slack, of, careful=True)
+                priorities[~sound] = 0
         return leaves, priorities
 
     def _descend(
         self, nodes: IntArray, left_over: FloatArray, slack: FloatArray, of: IntArray | None, *, careful: bool
-    ) -> tuple[IntArray, FloatArray]:
-        """`find` below nodes; `careful` also where rounding left a value at the end of a node, by `slack` at most."""
+    ) -> tuple[IntArray, FloatArray, npt.NDArray[np.bool_]]:
+        """`find` below nodes, and whether each value is in its leaf, but for some `slack`.
+
+        Args: careful: where rounding left a value at the end of a node, take the last leaf that adds something.
+        """
         left_over, first = left_over.copy(), np.arange(len(nodes))
         eight: FloatArray = _NO_SUMS
         for level in range(self._steps - 1, -1, -1):
@@ -275,10 +279,10 @@ class SumTree:
         priorities = self._words.take(nodes if of is None else self._offsets[0].take(of) + nodes)
         left_over -= priorities
         sound = left_over <= slack
-        if not all_of(sound) or np.minimum.reduce(eight, initial=0) < 0:
-            sound &= eight.reshape(len(nodes), -1).min(axis=1, initial=0) >= 0
-            priorities[~sound] = 0
-        return nodes - self._first, priorities
+        sound &= priorities > 0
+        if np.minimum.reduce(eight, initial=0) < 0:
+            sound &= eight.reshape(len(nodes), -1).min(axis=1) >= 0
+        return nodes - self._first, priorities, sound
 
     def _eight(self, level: int, nodes: IntArray, of: IntArray | None) -> FloatArray:
         """(8 * B,) the nodes of a level that lie below nodes."""

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def tree_alone(folder: Path, leaves: int, batch: int) -> Iterator[Turn]:
             values = rng.random(batch) * priorities.tree.total
             _, serials, t, _ = leaves_of.find(None, values)
             middle = time.perf_counter()
-            leaves_of.update([priorities], None, serials, t, errors)
+            leaves_of.over([priorities], None, partial(leaves_of.update, None, serials, t, errors))
             return middle - begin, time.perf_counter() - middle
 
         yield turn

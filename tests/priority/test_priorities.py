@@ -110,7 +110,8 @@ def consistent(priorities):
 
 def update(priorities, steps, errors):
     serials, t = np.array(steps).T
-    return StepLeaves(True).update([priorities], None, serials, t, np.asarray(errors, np.float64))
+    leaves = StepLeaves(True)
+    return leaves.over([priorities], None, partial(leaves.update, None, serials, t, np.asarray(errors, np.float64)))
 
 
 def find(priorities, values):
@@ -281,7 +282,8 @@ def test_steps_that_a_ring_forgot_leave_and_errors_of_them_are_dropped_and_count
     assert update(priorities, [(0, 0), (0, 2), (0, 3), (0, -1)], [7, 7, 0.5, 7]) == 3
     with pytest.raises(SchemaError, match="episode 0 has steps 0 … 5, got 6"):
         update(priorities, [(0, 6)], [1])
-    got = StepLeaves(True).get([priorities], None, np.array([0, 0, 7]), np.array([2, 3, 0]))
+    leaves = StepLeaves(True)
+    got = leaves.over([priorities], None, partial(leaves.get, None, np.array([0, 0, 7]), np.array([2, 3, 0])))
     assert got.tolist() == [0, powered([0.5])[0], 0]
     priorities.checkpoint()
     pairs = np.load(tmp_path / "priority" / "td.head.npy")[16:].reshape(-1, 2).tolist()

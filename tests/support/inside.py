@@ -619,7 +619,7 @@ def priorities_of(buffer: ReplayBuffer | ConcatBuffer, part: ReplayBuffer | None
 
 def each_opened(named: Any) -> list[Any]:
     """The priorities of each folder that are open."""
-    return [*named._opened.values()]
+    return [*named.opened.values()]
 
 
 def anchor_priorities_of(draws: Any) -> list[Any]:
