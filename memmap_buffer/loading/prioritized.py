@@ -376,20 +376,21 @@ class PrioritizedDraws:
         Returns: (the place of each item's folder, or None; the anchors; the probability of a priority of 1 in each
             folder; the change counter of the one folder at which all of them were shown, where it is known).
         """
-        for _ in range(2):  # by sums that were made anew, where a leaf tells that they were damaged
-            totals = self._leaves.totals()
+        places: IntArray | None = None
+        drawn: Drawn | None = None
+        for _ in range(1 + len(each)):  # each time but the last one the damaged sums of a folder are made anew
+            totals = self._leaves.tree.totals()
             total = float(np.add.reduce(totals))
+            if not 0 <= np.minimum.reduce(totals, initial=0) <= total < np.inf:
+                self._leaves.mend(np.flatnonzero(~((totals >= 0) & (totals < np.inf))))
+                continue
             if not total > 0:
                 if not any(priorities.count for priorities in each):
                     raise self.reader.nothing_to_read()
                 path = self.reader.folders.storages[0].path
                 raise NotEnoughDataError(f"{path}: nothing to draw: every item has priority 0", episodes=0)
             if self._only is not None and self.how.replacement:
-                places, values, shares = (
-                    None,
-                    spread(batch_size, total, rng, stratified=self.how.stratified),
-                    1 / totals,
-                )
+                values, shares = spread(batch_size, total, rng, stratified=self.how.stratified), 1 / totals
             else:
                 places, values, shares = self._choose(totals, total, batch_size, rng, alone)
             drawn = self._leaves.find(places, values)

@@ -51,7 +51,7 @@ class SlotAnchors:
         num_steps: visible timesteps, where anchors are cut.
         num_cleared: how often it began with new arrays.
         at: the journal to which they were followed, its mark and its version, None where these are not asked; None in
-            the middle of it.
+            the middle of it, and before `follow` is to tell of all.
         inner_end: whether one may be in an episode with a marked end before its last step.
     """
 
@@ -65,10 +65,6 @@ class SlotAnchors:
         self.inner_end = False
         self.count = self.num_cleared = 0
         self.at: tuple[Journal, int, int | None] | None = None
-
-    def begin_anew(self) -> None:
-        """Have the next `follow` tell of all, as there were none before."""
-        self.at = None
 
     def _clear(self) -> None:
         slots = self._storage.layout.slots
@@ -345,7 +341,7 @@ class AnchorPriorities:
                 return
             self._begin()
         if self.unfinished:  # it has just begun, or was interrupted in the middle of it
-            anchors.begin_anew()
+            anchors.at = None
             self._own = self._new_tree()
         self.unfinished = True
         changed = anchors.follow(runs)

@@ -176,23 +176,15 @@ class Leaves:
 
     # From a value of the sum to a step
 
-    def totals(self) -> FloatArray:
-        """(folders,) the sums of their priorities; those that are damaged are made anew."""
-        totals = self.tree.totals()
-        if not 0 <= np.minimum.reduce(totals) <= np.maximum.reduce(totals) < np.inf:
-            self._mend(np.flatnonzero(~((totals >= 0) & (totals < np.inf))))
-            totals = self.tree.totals()
-        return totals
-
     def find(self, of: IntArray | None, values: FloatArray) -> Drawn | None:
         """The items (B,) at values (B,) of the cumulative sums of their folders.
 
-        None where the sums of a folder were damaged, and were made anew: others are to be drawn, by other `totals`.
+        None where the sums of a folder were damaged, and were made anew: others are to be drawn, of other sums.
         """
         leaves, priorities = self.tree.find(values, of)
         slots, serials, t, there = self._located(of, leaves, priorities)
         if there is not None:
-            self._mend(np.zeros(1, np.int64) if of is None else np.unique(of[~there]))
+            self.mend(np.zeros(1, np.int64) if of is None else np.unique(of[~there]))
             return None
         if self._rows[0].times is not None:
             for i, (mine,) in by_tree(of, np.arange(len(t))):
@@ -225,7 +217,8 @@ class Leaves:
         there &= t < stop
         return slots, serials, t, None if all_of(there) else there
 
-    def _mend(self, folders: IntArray) -> None:
+    def mend(self, folders: IntArray) -> None:
+        """Make the sums of some folders anew, which are damaged."""
         each = self._each
         for i in folders.tolist():
             each[i].mend()

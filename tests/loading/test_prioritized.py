@@ -448,6 +448,16 @@ def test_nothing_to_draw_is_said(tmp_path):
         buffer.sample(1, prioritized=Prioritized(weight_field="score"))
 
 
+@pytest.mark.parametrize("score", [-1.0, 1e3])
+def test_a_meta_field_that_is_no_weight_is_refused(tmp_path, score):
+    buffer = make(tmp_path)
+    buffer.store_episode(number=[0], t=[0], reward=[0], terminated=[True], o=[[0, 0]], task=0, score=score)
+    with pytest.raises(
+        SchemaError, match=rf"'score' is {score} in an episode, and a weight is a number from 0 to 316;"
+    ):
+        buffer.sample(1, prioritized=Prioritized(weight_field="score", alpha=100))
+
+
 # β, weights
 
 

@@ -50,6 +50,7 @@ from memmap_buffer import (
     ReplayBuffer,
     SchemaError,
     SumTree,
+    Window,
     WriterLostError,
 )
 from memmap_buffer.format import host
@@ -120,7 +121,7 @@ def find(priorities, values):
     leaves.look([priorities])
     found = leaves.find(None, values)
     if found is None:  # it was made anew
-        found = leaves.find(None, np.minimum(values, leaves.totals()))
+        found = leaves.find(None, np.minimum(values, leaves.tree.total))
     return found[2]
 
 
@@ -703,6 +704,31 @@ def test_no_batch_is_drawn_by_sums_that_were_damaged_meanwhile(tmp_path, caplog,
             damage(tmp_path / str(number), node, value)
             buffer.update_priorities(np.array([[0, t]]), np.array([1 - EPSILON]))  # what it has already
             assert_drawn_by_sound_sums(buffer, lengths, caplog)
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("how", [{}, {"stratified": False, "replacement": False}], ids=["strata", "distinct"])
+def test_of_several_folders_no_batch_is_drawn_by_damaged_sums(tmp_path, caplog, how):
+    sizes = {"max_episodes": 10, "max_timesteps": 300}
+    buffers = [make(tmp_path / name, *[300] * 10, **sizes) for name in "ab"]
+    options = EVERY_STEP | {"prioritized": Prioritized(**HOW, **how)}
+    buffer = ConcatBuffer(buffers)
+    buffer.sample(1, **options)
+    for name, value in ("a", -3.0), ("b", math.nan):
+        damage(tmp_path / name, 4096 + 2, value)
+    batch = buffer.sample(5900, **options)
+    assert caplog.text.count("its sums are damaged") == 2
+    assert (batch["_probabilities"] == 1 / 6000).all()
+    assert len({*map(tuple, batch["_indices"].tolist())}) == 5900 or not how
+
+
+def test_a_leaf_that_became_infinite_is_not_drawn_by_from_a_tree_in_memory_either(tmp_path, caplog):
+    buffer = make(tmp_path, *LARGE, max_episodes=70, max_timesteps=300)
+    buffer.sample(1, **EVERY_STEP)
+    damage(tmp_path, (1 << 15) + 2, math.inf)
+    batch = buffer.sample(300, prioritized=EVERY_STEP["prioritized"], view=Window(3, boundary="drop"), format="numpy")
+    assert "its sums are damaged" in caplog.text
+    assert (batch["_probabilities"] == 1 / (298 * 70)).all()
 
 
 def test_a_tree_that_could_not_be_made_anew_is_made_anew_by_the_next_call(tmp_path, kind, monkeypatch):
