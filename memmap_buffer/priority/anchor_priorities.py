@@ -18,7 +18,7 @@ from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.journal import FEW, NO_SLOTS, Change, Journal
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority.leaves import Leaves, Packed, Place, Row, where
+from memmap_buffer.priority.leaves import Leaves, Packed, Row
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities, in_turn, while_locked
 from memmap_buffer.priority.sum_tree import MAX_PRIORITY, SumTree, with_zeros
@@ -210,7 +210,7 @@ class AnchorPriorities:
     Attributes:
         steps: `priorities`.
         like_steps: whether the leaf of an anchor, in a tree in memory, is that of its step.
-        seen: up to which change of the steps these are taken in.
+        seen: how many changes of the steps are taken in.
     """
 
     def __init__(
@@ -283,10 +283,10 @@ class AnchorPriorities:
         """Where the leaves lie; they are found, but not looked up by serials."""
         if self._own is None:
             return self.steps.row()  # type: ignore[union-attr]
-        layout, pairs = self.storage.layout, self._anchors.pairs
+        layout = self.storage.layout
         packed = None if layout.rows is None else Packed(self.storage, self._before)
-        place = Place(layout.max_timesteps + self._before, self._before, len(pairs), where(pairs), 0, 0, 0, 0)
-        return Row(self._own, place, (pairs,), packed, self.times)
+        pairs, per_slot = self._anchors.pairs.reshape(-1), layout.max_timesteps + self._before
+        return Row(self._own, per_slot, self._before, pairs, packed=packed, times=self.times)
 
     @property
     def settled(self) -> bool:

@@ -26,16 +26,16 @@ Drawn: TypeAlias = tuple[IntArray, IntArray, IntArray, FloatArray]  # (B,) slots
 
 
 class Place(NamedTuple):
-    """Where the leaves of a folder lie, and what tells of them; of many folders (B,) of each.
+    """Where the leaves of a folder lie, with addresses in words of eight bytes; of many folders (B,) of each.
 
-    The loops of `kernels` know them by their numbers.
+    The loops of `kernels` know these by their order.
 
     Attributes:
         per_slot: leaves of a slot.
         before: how many of these lie before step 0.
         slots: how many there are.
-        pairs: where (slots, 2) words lie: the serial + 1, 0 for none; which steps have a leaf, start | stop << 32.
-        serials, order: where the serials of episodes, ascending, and their slots lie; some may be gone.
+        pairs: the address of (slots, 2) words: the serial + 1, 0 for none; which steps have a leaf, start | stop << 32.
+        serials, order: the addresses of the serials of episodes, ascending, and of their slots.
         oldest, num_serials: the first of these serials, and how many there are.
     """
 
@@ -72,37 +72,45 @@ class Packed:
         return self._order[np.maximum(np.searchsorted(self._ascending, leaves, side="right") - 1, 0)]
 
 
+NO_EPISODES: IntArray = np.array([[-2], [0]])  # serials, and their slots: one that no episode has
+
+
 class Row(NamedTuple):
-    """A folder: its tree; its place; the arrays that lie there, to be held meanwhile.
+    """The leaves of a folder.
 
     Attributes:
-        packed: more, if it is packed.
+        tree: their sums.
+        per_slot, before: see `Place`.
+        pairs: (2 * slots,) the words that lie at `Place.pairs`.
+        serials, order: (num_serials,) of episodes, ascending, and their slots; some may be gone.
+        packed: more, if the folder is packed.
         times: of each leaf the timestep of its item, where several items have the same one.
     """
 
     tree: SumTree
-    place: Place
-    arrays: tuple[IntArray, ...]
+    per_slot: int
+    before: int
+    pairs: IntArray
+    serials: IntArray = NO_EPISODES[0]
+    order: IntArray = NO_EPISODES[1]
     packed: Packed | None = None
     times: Any = None
 
+    @property
+    def place(self) -> Place:
+        """The addresses of its arrays, which hold as long as these."""
+        pairs, serials, order = (address_of(array) >> 3 for array in (self.pairs, self.serials, self.order))
+        slots, count = len(self.pairs) // 2, len(self.serials)
+        return Place(self.per_slot, self.before, slots, pairs, serials, order, self.serials.item(0), count)
 
-def where(array: IntArray) -> int:
-    """Where an array of words lies in memory, in words of eight bytes."""
-    return address_of(array) >> 3
 
-
-NO_EPISODES: IntArray = np.array([[-2], [0]])  # serials, and their slots: one that no episode has
-_NO_PAIRS: IntArray = np.zeros(2, np.int64)
-_NO_LEAVES = Place(1, 0, 1, where(_NO_PAIRS), where(NO_EPISODES[0]), where(NO_EPISODES[1]), -2, 1)
-NOWHERE = Row(SumTree.empty(WIDTH), _NO_LEAVES, (_NO_PAIRS, *NO_EPISODES))  # of a folder that is not there
+NOWHERE = Row(SumTree.empty(WIDTH), 1, 0, np.zeros(2, np.int64))  # of a folder that is not there
 
 
 class Leaves:
     """The leaves of one folder or of many, as they are now.
 
-    Whoever reads holds the locks of what is read. The arrays are held, so that no address ever leads to what they are
-    not.
+    Whoever reads holds the locks of these priorities. It keeps the arrays, so that their addresses stay theirs.
 
     Args: single: whether it is one folder, and never another.
     """
@@ -143,7 +151,7 @@ class Leaves:
         for i, stamp in zip(looked, stamps, strict=True):
             if stamp != seen[i]:
                 self._rows[i], seen[i] = each[i].row(), stamp
-        trees, places, *_ = zip(*self._rows, strict=True)
+        trees, places = zip(*((row.tree, row.place) for row in self._rows), strict=True)
         looked_at = trees, [tree.minima for tree in trees]
         if self._single:
             self.tree = trees[0]
@@ -236,8 +244,8 @@ class Leaves:
         if not all_of(here):
             others = np.flatnonzero(~here)
             for i, (mine, wanted) in by_tree(None if of is None else of[others], others, serials[others]):
-                _, listed, order = self._rows[i].arrays
-                slots[mine] = order[np.minimum(np.searchsorted(listed, wanted), len(listed) - 1)]
+                listed = self._rows[i].serials
+                slots[mine] = self._rows[i].order[np.minimum(np.searchsorted(listed, wanted), len(listed) - 1)]
             shown, start, stop = self._shown(place, slots)
             here = shown == serials
         return slots, start, stop, here

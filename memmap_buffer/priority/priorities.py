@@ -24,7 +24,7 @@ from memmap_buffer.format.journal import Journal
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id, renew_after_fork
-from memmap_buffer.priority.leaves import NO_EPISODES, Leaves, Packed, Place, Row, where
+from memmap_buffer.priority.leaves import NO_EPISODES, Leaves, Packed, Row
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.sum_tree import MAX_PRIORITY, SumTree, by_tree, with_zeros
 from memmap_buffer.priority.tree_file import TreeFile, steps_in
@@ -284,11 +284,10 @@ class Priorities:
 
     def row(self) -> Row:
         """Where the leaves lie, and the serials of the episodes that have some."""
-        storage, (serials, order), pairs = self.storage, self._order, self._file.pair_words
+        storage = self.storage
         packed = None if storage.layout.rows is None else Packed(storage, 0)
-        listed = where(serials), where(order), serials.item(0), len(serials)
-        place = Place(storage.layout.max_timesteps, 0, len(pairs) // 2, where(pairs), *listed)
-        return Row(self.tree, place, (pairs, serials, order), packed)
+        serials, order = self._order
+        return Row(self.tree, storage.layout.max_timesteps, 0, self._file.pair_words, serials, order, packed)
 
     def _enter(self, slots: IntArray, shown: list[tuple[int, int]] | IntArray) -> None:
         """Give leaves to the steps that slots show, and to no others of theirs; shown: `Journal.pairs`."""

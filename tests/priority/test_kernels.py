@@ -17,7 +17,7 @@ from inside import COMPILED, LOOPS, compiled_by, nodes_of, priorities_of, top_of
 from memmap_buffer import NStep, Prioritized, SumTree, Timestep, Window
 from memmap_buffer.format.syscalls import memory
 from memmap_buffer.priority import kernels
-from memmap_buffer.priority.leaves import where
+from memmap_buffer.priority.leaves import Row
 from memmap_buffer.priority.sum_tree import load_loops, num_nodes, spread
 
 
@@ -226,11 +226,9 @@ def test_what_is_read_only_is_taken_as_it_is(recorded, loops):
 
 
 def placed(per_slot, before, pairs, serials=(0,), order=(0,)):
-    """(words, places, arrays that are to be held) of two folders: one that is empty, and one with these pairs."""
-    arrays = [np.array(each, np.int64) for each in (pairs, serials, order)]
-    words, serials, order = map(where, arrays)
-    one = [per_slot, before, len(pairs) // 2, words, serials, order, arrays[1].item(0), len(arrays[1])]
-    return memory().view(np.int64), np.array([[1, 0, 0, 0, 0, 0, 0, 0], one]).T.copy(), arrays
+    """(words, places, what is to be held) of two folders: one that is empty, and one with these pairs."""
+    row = Row(SumTree.empty(8), per_slot, before, *(np.array(each, np.int64) for each in (pairs, serials, order)))
+    return memory().view(np.int64), np.array([[1, 0, 0, 0, 0, 0, 0, 0], row.place]).T.copy(), row
 
 
 SECOND = np.ones(3, np.int64)  # all are of the second folder

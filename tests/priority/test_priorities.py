@@ -55,7 +55,7 @@ from memmap_buffer import (
 )
 from memmap_buffer.format import host
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority.leaves import Leaves, Place, Row, where
+from memmap_buffer.priority.leaves import Leaves, Row
 from memmap_buffer.priority.priorities import Priorities, StepLeaves, in_turn, while_locked
 from memmap_buffer.priority.sum_tree import num_nodes
 from memmap_buffer.priority.tree_file import TreeFile
@@ -789,7 +789,7 @@ def test_a_leaf_beyond_the_last_slot_is_no_step_whatever_lies_behind_the_slots_i
         stamp = 0
 
         def row(self):
-            return Row(SumTree(nodes, 10), Place(5, 0, 2, where(words), 0, 0, 0, 0), (words,))
+            return Row(SumTree(nodes, 10), 5, 0, words[:2].reshape(-1))
 
         def mend(self):
             nodes[16 + 12], nodes[16 + 6] = 0.0, 1.0
