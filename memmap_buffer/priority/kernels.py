@@ -99,7 +99,7 @@ def find(words: Any, offsets: Any, first: int, sums: Any, of: Any, values: Any, 
         nodes[:] = np.minimum(nodes, last)
         rest -= sums[nodes]
         nodes += top
-    touched = 0.0
+    touched, beside = 0.0, int(levels > 0)  # where there is one level there may be fewer than eight leaves
     for level in range(levels - 1, -1, -1):
         # Nothing but reads, so that the processor has more of them under way than while it decides on each.
         for i in range(count):
@@ -122,9 +122,11 @@ def find(words: Any, offsets: Any, first: int, sums: Any, of: Any, values: Any, 
             nodes[i] = node + right - offsets[level, of[i]]
     for i in range(count):
         leaf = offsets[0, of[i]] + nodes[i]
-        priority, eight = words[leaf], leaf - nodes[i] % 8
-        lowest = words[eight : eight + 8].min() if levels else priority
-        rest[i] = priority if lowest >= 0 and rest[i] - priority <= 1e-9 * values[i] else 0.0
+        priority, eight = words[leaf], leaf - nodes[i] % 8 * beside
+        sound = rest[i] - priority <= 1e-9 * values[i]
+        for other in range(8):
+            sound &= words[eight + other * beside] >= 0
+        rest[i] = priority * int(sound)
         nodes[i] -= first
     return touched
 
