@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable
 from itertools import filterfalse, islice
 from typing import Any
 
@@ -295,9 +295,9 @@ class _LongestFree(deque[int]):
     One that is removed is near the front: only slots that are being written lie before it.
     """
 
-    def find(self, busy: Collection[int], count: int) -> list[int]:
+    def find(self, is_busy: Callable[[int], bool], count: int) -> list[int]:
         """The first that are not busy; they stay."""
-        return [*islice(filterfalse(busy.__contains__, self), count)]
+        return [*islice(filterfalse(is_busy, self), count)]
 
 
 class _Lowest:
@@ -306,12 +306,12 @@ class _Lowest:
     def __init__(self, free: npt.NDArray[np.bool_]) -> None:
         self._free, self._lowest = free, 0  # none below is free
 
-    def find(self, busy: Collection[int], count: int) -> list[int]:
+    def find(self, is_busy: Callable[[int], bool], count: int) -> list[int]:
         """The first that are not busy; they stay."""
         self._lowest = slot = self._next(self._lowest)
         slots: list[int] = []
         while slot < len(self._free) and len(slots) < count:
-            if slot not in busy:
+            if not is_busy(slot):
                 slots.append(slot)
             slot = self._next(slot + 1)
         return slots

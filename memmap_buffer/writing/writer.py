@@ -116,6 +116,7 @@ class Writer:
         self._files: WriteHandles | None = None  # once it has the lock
         self._slots: SlotAllocator
         self._slot_writers: dict[ref[Episode], SlotWriter] = {}  # of open episodes that have a slot
+        self._taken: dict[int, ref[Episode]] = {}  # of a slot, the open episode that had it last
         self._dropped: list[ref[Episode]] = []  # keys of these: the episode was collected, or is over
         self._pending: list[SlotWriter] = []  # written, and waiting for the next commit, in the order of their serials
         self._showing: list[SlotWriter] = []  # what a commit is showing of one step of several episodes
@@ -659,9 +660,11 @@ class Writer:
 
     def _slot_writer_of(self, episode: Episode, files: WriteHandles, slots: list[int] | None = None) -> SlotWriter:
         """The writer of an episode's slot: of the last one of those that are free, where it has none."""
-        slot_writer = self._slot_writers.get(ref(episode))
+        reference = ref(episode)
+        slot_writer = self._slot_writers.get(reference)
         if slot_writer is None:
             slot_writer = SlotWriter(files, (slots or self._free_slots(1)).pop())
+            self._taken[slot_writer.slot] = reference  # first, as the slot is free without
             self._slot_writers[ref(episode, self._dropped.append)] = slot_writer
         return slot_writer
 
@@ -670,11 +673,20 @@ class Writer:
 
         Raises: EpisodeStateError: there are less.
         """
-        busy = {*map(_slot_of, self._slot_writers.values()), *map(_slot_of, self._pending)}
-        slots = self._slots.find(busy, count)
+        pending = {*map(_slot_of, self._pending)}
+
+        def is_busy(slot: int) -> bool:
+            reference = self._taken.get(slot)
+            if reference is None or reference() is None:
+                return slot in pending
+            slot_writer = self._slot_writers.get(reference)
+            return (slot_writer is not None and slot_writer.slot == slot) or slot in pending
+
+        slots = self._slots.find(is_busy if self._slot_writers else pending.__contains__, count)
         if len(slots) < (count if least is None else least):
-            what = f"{len(busy)} episodes that are being written in place, and {count} to publish"
-            self._refuse_spare(what, len(busy) + count)
+            busy = len({*map(_slot_of, self._slot_writers.values()), *pending})
+            what = f"{busy} episodes that are being written in place, and {count} to publish"
+            self._refuse_spare(what, busy + count)
         return slots
 
     def _prepare(

@@ -88,7 +88,7 @@ class Ring:
         self.open: set[tuple[int, int]] = set()
 
     def begin(self, length: int, *, alone: bool = True) -> tuple[int, int]:
-        [slot] = self.slots.find({slot for slot, _ in self.open}, 1)
+        [slot] = self.slots.find({slot for slot, _ in self.open}.__contains__, 1)
         one = slot, self.slots.next
         self.slots.show(one[1], slot, length, alone=alone)
         self.left[one] = range(0)
