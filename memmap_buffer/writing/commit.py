@@ -329,6 +329,7 @@ class SlotWriter:
         published: whether a record of it stands.
         length: timesteps written.
         meta: as written.
+        sums: for the checksum of each field, of the steps that `sum_up` has seen.
         state: "open", or "published" once its episode was given up to be published, by itself or with others.
         room: before which timestep there is room on the disk for stores into maps.
         round: of the next record: in which its last step was published, or its first one if it is OPEN; see `slots`.
@@ -343,8 +344,8 @@ class SlotWriter:
         self.published = False
         self.length = 0
         self.meta: dict[str, Array] = {}
-        # For the checksums: of the first `_summed` steps, and of all and the final observation.
-        self._sums, self._summed = dict.fromkeys(files.layout.schema.fields, EMPTY), 0
+        # Of the first `_summed` steps; likewise of all and the final observation.
+        self.sums, self._summed = dict.fromkeys(files.layout.schema.fields, EMPTY), 0
         self._final_sums: dict[str, Sums] | None = None
         self._sealed = b""  # the last record
         self.state, self.appends = "open", False
@@ -372,21 +373,14 @@ class SlotWriter:
     def _shown(self) -> int:
         return self.files.storage.maps.words.item(self.slot, SHOWN)
 
-    @property
-    def sums(self) -> dict[str, Sums]:
-        """Of the steps that are written, for the checksum of each field."""
-        if self._summed < self.length:
-            self._sum_up()
-        return self._sums
-
-    def _sum_up(self) -> None:
+    def sum_up(self) -> None:
         """Take the steps that were written without into the sums."""
         if self.files.checksum:
-            storage, sums = self.files.storage, self._sums.copy()
-            for name, before in self._sums.items():
+            storage, sums = self.files.storage, self.sums.copy()
+            for name, before in self.sums.items():
                 first = storage.start_of(name, self.slot)
                 sums[name] = storage.sums_of_rows(name, first + self._summed, first + self.length, before)
-            self._sums, self._summed = sums, self.length
+            self.sums, self._summed = sums, self.length
 
     def write(
         self, columns: Mapping[str, Array], base: int, stop: int, *, add: bool = True, final: bool = False
@@ -400,19 +394,20 @@ class SlotWriter:
             add: add them to the sums now, while the processor has them; else when these are asked for.
             final: of fields with `final` one row more: the observation after the last action.
         """
-        if not self._begun:  # the record that stands in the slot becomes void
-            self.files.write_generation(self.slot, self._generation)
+        if not self._begun:  # the record that stands in the slot becomes void, as that of one that a ring gave up is
+            if self.files.storage.maps.words.item(self.slot, GENERATION) != self._generation:
+                self.files.write_generation(self.slot, self._generation)
             self._begun = True
         start = self.length
         if start < stop or final:
             if add and self._summed < start:
-                self._sum_up()
+                self.sum_up()
             self.files.reach[self.slot] = 0
-            rows, before = range(start - base, stop - base), self._sums if add else None
+            rows, before = range(start - base, stop - base), self.sums if add else None
             sums = self.files.write_rows(columns, rows, self.slot, start, before, final=final)
             self.length, self._final_sums = stop, sums if final else None
             if add and not final:
-                self._sums, self._summed = sums, stop
+                self.sums, self._summed = sums, stop
 
     def write_meta(self, meta: Mapping[str, Array]) -> None:
         """Write the meta fields, each of its declared shape."""
@@ -427,6 +422,8 @@ class SlotWriter:
             self.give_back()
         if self.files.checksum:
             checksums = {}
+            if self._final_sums is None and self._summed < self.length:
+                self.sum_up()
             for name, (crc, rest) in (self._final_sums or self.sums).items():
                 checksums[name] = crc32(rest, crc)
             for name, value in self.meta.items():
@@ -474,14 +471,14 @@ class SlotWriter:
             self.published = True
         generation = self.files.storage.maps.words.item(self.slot, GENERATION)
         if self.published and generation % 2 == 0 and self._generation != generation - 1:
-            self._sums, self._summed = dict.fromkeys(self._sums, EMPTY), 0  # its rows were changed in place
+            self.sums, self._summed = dict.fromkeys(self.sums, EMPTY), 0  # its rows were changed in place
             self._generation = generation - 1  # last: an interruption before it has this done again
 
     def rewind(self) -> None:
         """Forget the rows that were written beyond what is published."""
         self.length, self._final_sums = self.num_published, None
         if self._summed > self.length:
-            self._sums, self._summed = dict.fromkeys(self._sums, EMPTY), 0
+            self.sums, self._summed = dict.fromkeys(self.sums, EMPTY), 0
 
     def give_back(self) -> None:
         """Once all rows are written, give the space back that an episode before took beyond them."""

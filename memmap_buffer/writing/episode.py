@@ -19,6 +19,7 @@ from numpy import ndarray
 
 from memmap_buffer.dtypes import Array, storage_dtype
 from memmap_buffer.errors import EpisodeStateError, SchemaError
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.open_episodes import Statement, ended_statement, unknown_statement
 from memmap_buffer.writing import validation
 from memmap_buffer.writing.blob_column import BlobColumn
@@ -122,6 +123,7 @@ class Episode(Block):
     Attributes:
         writer: who publishes it; another one where its recorder has gone on to another folder.
         length: timesteps stored.
+        lengths: the array in which its length stands, where it is appended to together with others.
         columns: while it is open, field -> its staged rows, from timestep `base` on.
         finals: the final observation, as stored.
         meta: the meta fields, as stored.
@@ -141,8 +143,8 @@ class Episode(Block):
         self._shows_steps = writer.how.publish == "step"
         self.staged = not writer.in_place
         self.keep_partial, self.thread = keep_partial, get_ident()
-        self.length = 0
-        self.base = 0
+        self._length = self._place = self.base = 0
+        self.lengths: IntArray | None = None
         self.columns: dict[str, Array] = {}
         self.finals: dict[str, Array] = {}
         self.meta: dict[str, Array] = dict(writer.no_meta)
@@ -157,6 +159,29 @@ class Episode(Block):
         self._made, self._pick, self._ends = _step_type(tuple(self._schema.fields), self._schema.ends)
         if meta:
             self.update(meta)
+
+    @property
+    def length(self) -> int:
+        """See above."""
+        return self._length if self.lengths is None else self.lengths.item(self._place)
+
+    @length.setter
+    def length(self, length: int) -> None:
+        if self.lengths is None:
+            self._length = length
+        else:
+            self.lengths[self._place] = length
+
+    def share_length(self, lengths: IntArray, place: int) -> None:
+        """Be appended to together with others: its length is what stands at a place of their array from now on."""
+        self.own_length()
+        self._stop = 0  # a step of its own takes the length back first
+        self._place, self.lengths = place, lengths
+
+    def own_length(self) -> None:
+        """Be appended to alone, or not at all: its length stands where it is, whatever the array is used for next."""
+        self._length = self.length
+        self.lengths = None
 
     @property
     def _members(self) -> Sequence[Episode]:
@@ -183,9 +208,10 @@ class Episode(Block):
             EpisodeStateError: the episode is over, or longer than `max_timesteps`.
             OSError: with `publish="step"` or `stage="disk"`, the disk is full, say.
         """
-        t = self.length
+        t = self._length
         if t >= self._stop or self.state != "open" or self.ended or self.finals:
             self.require_room()
+            t = self._length
         row = t - self.base
         try:
             values = self._pick(step)
@@ -206,9 +232,9 @@ class Episode(Block):
             if values[place] is not False and self.columns[name].item(row):
                 self.ended = name
                 break
-        self.length = t + 1
+        self._length = t + 1
         if self._shows_steps:
-            self.writer.append([Appended(self, self.columns, self.base, self.length)])
+            self.writer.append([Appended(self, self.columns, self.base, t + 1)])
         return self._made(values)
 
     def extend(self, **steps: Any) -> None:
@@ -364,7 +390,7 @@ class Episode(Block):
             EpisodeStateError: the episode is over.
             OSError: the disk is full, say. Nothing became visible, and the episode can be published again.
         """
-        if self.length and self.state == "open":
+        if (self._length or self.length) and self.state == "open":
             self.writer.publish({self: cut})
             self.release()
         else:
@@ -406,8 +432,11 @@ class Episode(Block):
         """Raise EpisodeStateError unless so many more steps can be stored."""
         if self.state != "open" or self.ended or self.finals:
             self.refuse()
-        if self.length + (count if self.staged else 1) > self._stop:
-            self._grow(self.length + count)
+        if self.lengths is not None:
+            self.writer.follow(self)
+            self.own_length()
+        if self._length + (count if self.staged else 1) > self._stop:
+            self._grow(self._length + count)
 
     def refuse(self) -> NoReturn:
         """Raise EpisodeStateError, as it is over, or ended with its last step."""
@@ -421,14 +450,14 @@ class Episode(Block):
             self.writer.require_within(needed)
         if self.capacity and not self.staged:
             self.spill()
-            self._stop = self.length + self.capacity
+            self._stop = self._length + self.capacity
             return
         before, fields = self.columns, self._schema.fields
         columns = {} if before else self.writer.staging.take(needed)
         if not columns:
             capacity = min(longest, max(needed, self.first_capacity(), 2 * self.capacity))
             columns = {name: self._new_column(name, capacity) for name in fields}
-        count = self.length - self.base
+        count = self._length - self.base
         for name, rows in before.items():
             if isinstance(rows, np.ndarray):
                 columns[name][:count] = rows[:count]

@@ -88,11 +88,11 @@ class EpisodeGroup(Block):
         for episode in self.episodes:
             if episode.state != "open" or episode.ended or episode.finals:
                 episode.refuse()
-            if episode.length >= self._limit:
-                writer.require_within(episode.length + 1)
         joint = self._round = self._round or self._new_round()
         if joint is not None:
             self._join(joint.strangers(self.episodes))
+        if joint is None or not joint.is_whole or joint.remaining <= 0:
+            writer.require_within(1 + max(episode.length for episode in self.episodes))
         try:
             if not self._append_to_all(columns):
                 self._missing = self
@@ -221,14 +221,14 @@ class EpisodeGroup(Block):
     def _join(self, environments: Sequence[int]) -> None:
         """Append to the episodes of some environments together with others from now on, as far as that can be."""
         joint = self._round
-        if joint is None or not environments:
+        if joint is None or (joint.is_whole and not environments):
             return
         for i in environments:
             joint.leave(i)  # all of them first: what stands in the round of one that others appended to is old
-        for i in environments:
-            if isinstance(joint, Round):
-                self._writer.join(joint, i, self.episodes[i])
-            else:
+        if isinstance(joint, Round):
+            self._writer.join(joint, {i: self.episodes[i] for i in environments})
+        else:
+            for i in environments:
                 joint.join(i, self.episodes[i])
         joint.look()
 
@@ -237,7 +237,7 @@ class EpisodeGroup(Block):
         start, chosen = steps.done, steps.recorded
         self._require_lists(steps, stop)
         joint.prepare(stop - start)
-        self._before = joint.lengths
+        self._before = joint.lengths.copy()
         try:
             joint.extend({name: rows[start:stop] for name, rows in steps.fields.items()}, chosen)
             self._tell_of_ends(steps, stop - 1)
@@ -250,7 +250,7 @@ class EpisodeGroup(Block):
         """Drop the timesteps that were not stored for all environments."""
         if self._before is not None:
             joint.back_to(self._before)
-        joint.settle()
+        joint.look()
         self._before = None
 
     def _require_lists(self, steps: Steps, stop: int) -> None:
@@ -263,29 +263,32 @@ class EpisodeGroup(Block):
         """Store one timestep, which is shown at once: for all environments or for none."""
         at, chosen = steps.done, steps.recorded
         self._require_lists(steps, at + 1)
-        others = np.ones(self._size, np.bool_)
-        if joint is not None:
-            others[joint.members] = False
-        alone = chosen[others[chosen]].tolist()
-        appended = [self._appended(steps, i) for i in alone]
         first = self.episodes[chosen[0]] if len(chosen) else None
         length = 0 if first is None else first.length
+        if joint is not None:
+            strangers = joint.without(chosen).tolist()
+            for i in strangers:
+                self._begin_with_meta(steps, i)
+            self._join(strangers)
         try:
-            if joint is not None and len(joint.members):
-                self._writer.append_round(joint, {name: rows[at] for name, rows in steps.fields.items()}, appended)
-            elif appended:
-                self._writer.append(appended)
+            if first is not None and joint is None:
+                self._writer.append([self._appended(steps, i) for i in chosen.tolist()])
+            elif joint is not None and first is not None:
+                self._writer.append_round(joint, {name: rows[at] for name, rows in steps.fields.items()})
         finally:
             steps.done += first is None or first.length > length
-        self._join(alone)
         self._tell_of_ends(steps, at)
 
     def _appended(self, steps: Steps, i: int) -> Appended:
         """The next timestep of an environment, with the meta fields that its episode begins with."""
-        episode, at = self.episodes[i], steps.done
-        if steps.meta and not episode.length:  # it may be visible from its first timestep on
-            episode.set_meta({name: values[at, i] for name, values in steps.meta.items()})
-        return episode.to_append({name: rows[at : at + 1, i] for name, rows in steps.fields.items()})
+        at = steps.done
+        self._begin_with_meta(steps, i)
+        return self.episodes[i].to_append({name: rows[at : at + 1, i] for name, rows in steps.fields.items()})
+
+    def _begin_with_meta(self, steps: Steps, i: int) -> None:
+        """Give an episode that begins the meta fields of its first timestep, from which on it may be visible."""
+        if steps.meta and not self.episodes[i].length:
+            self.episodes[i].set_meta({name: values[steps.done, i] for name, values in steps.meta.items()})
 
     def _tell_of_ends(self, steps: Steps, at: int) -> None:
         """Tell episodes that they ended with a timestep, and what else is known with it."""

@@ -366,6 +366,7 @@ def plan_end(
     row, sums = None, {}
     if files.checksum:
         record |= {"flags": flags | CHECKED, "columns": files.layout.used_columns}
+        written.sum_up()
         row, sums = [0] * files.layout.columns, written.sums.copy()
     return _planned(files, written.slot, record, [], row, sums, finals, meta)
 

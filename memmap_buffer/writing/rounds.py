@@ -15,6 +15,7 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.records import SHOWN, WORDS, Words
 from memmap_buffer.format.syscalls import BLOCK, allocate, write_all
 from memmap_buffer.schema import Field
@@ -112,6 +113,8 @@ class Round:
     Attributes:
         members: (B,) the environments whose episodes are appended to, ascending.
         slots: (B,) of these episodes.
+        lengths: (environments,) of the episodes, which share it.
+        new: the episodes of which nothing is shown yet, by ascending environments.
         is_whole: whether these are all environments.
         remaining: timesteps up to the longest episode.
         room: how many there is room for on the disk.
@@ -120,38 +123,49 @@ class Round:
     def __init__(self, files: WriteHandles, maps: MappedFiles, size: int) -> None:
         self.files, self.maps, self._size = files, maps, size
         self._pairs: dict[int, tuple[Episode, SlotWriter]] = {}
+        self._new: dict[int, tuple[Episode, SlotWriter]] = {}  # of these, where the next timestep is the first
         self._is_member = np.zeros(size, np.bool_)
         self._fields = maps.fields_of(size)
         self._all: Words | None = None  # of each slot, what is shown of it once its step is, while that is under way
         # By environment, the slot, the timestep that is next, and the one before which there is room on the disk.
-        self._slot, self._t, self._until = np.zeros((3, size), np.int64)
+        self._slot, self.lengths, self._until = np.zeros((3, size), np.int64)
         self.look()
 
     def join(self, i: int, episode: Episode, slot_writer: SlotWriter) -> None:
-        """Append to the episode of an environment, which is published and still open, once `look` was called."""
-        self._is_member[i] = True  # first: interrupted after it, it is a stranger still
+        """Append to the open episode of an environment once `look` was called."""
+        self._is_member[i] = True
         self._pairs[i] = episode, slot_writer
+        if not slot_writer.published:
+            self._new[i] = episode, slot_writer
         self._look_at(i)
+        episode.share_length(self.lengths, i)  # last: interrupted before it, it is a stranger still
+
+    def without(self, environments: IntArray) -> IntArray:
+        """The environments of these that are no members."""
+        return environments[~self._is_member[environments]]
 
     def strangers(self, episodes: Sequence[Episode]) -> list[int]:
         """The environments whose episodes are no members, or were appended to by others."""
-        each = zip(episodes, self._t.tolist(), strict=True)
-        return [i for i, (episode, t) in enumerate(each) if episode.length != t or i not in self._pairs]
+        return [i for i, episode in enumerate(episodes) if episode.lengths is not self.lengths]
 
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""
+        if i in self._pairs and self._pairs[i][0].lengths is self.lengths:
+            self._pairs[i][0].own_length()
         self._pairs.pop(i, None)
+        self._new.pop(i, None)
         self._is_member[i] = self.is_whole = False
 
     def _look_at(self, i: int) -> None:
         _, slot_writer = self._pairs[i]
-        self._slot[i], self._t[i], self._until[i] = slot_writer.slot, slot_writer.length, slot_writer.room
+        self._slot[i], self.lengths[i], self._until[i] = slot_writer.slot, slot_writer.num_published, slot_writer.room
 
     def look(self) -> None:
         """See which environments are members now."""
-        members = np.flatnonzero(self._is_member)
+        members = self._is_member.nonzero()[0]
+        self.new = [self._new[i] for i in sorted(self._new)]
         self.members, self.slots, self.is_whole = members, self._slot[members], len(members) == self._size
-        t, longest = self._t[members], self.files.layout.max_timesteps
+        t, longest = self.lengths[members], self.files.layout.max_timesteps
         self.remaining = longest - int(t.max(initial=0))
         self.room = int((self._until[members] - t).min(initial=longest))
         first = self.slots * longest + t
@@ -162,9 +176,9 @@ class Round:
 
     def prepare(self) -> None:
         """Have room for the next timestep of each. Raises OSError: the disk is full; nothing has changed."""
-        for i in self.members[self._until[self.members] <= self._t[self.members]].tolist():
+        for i in self.members[self._until[self.members] <= self.lengths[self.members]].tolist():
             _, slot_writer = self._pairs[i]
-            slot_writer.room = self.maps.prepare(slot_writer.slot, slot_writer.length)
+            slot_writer.room = self.maps.prepare(slot_writer.slot, self.lengths.item(i))
             self._until[i] = slot_writer.room
         self.look()
 
@@ -190,8 +204,8 @@ class Round:
                 rows[following[final]] = column
 
     def begin_to_show(self) -> None:
-        """Episodes of no round are shown first with the same step: should only some be, `show_all` makes up for it."""
-        self._all = self.maps.shown[self.slots] + ONE_STEP
+        """The records of new episodes are shown first: should only some be, `show_all` makes up for it."""
+        self._all = self.maps.shown[self.slots] * (self.lengths[self.members] > 0) + ONE_STEP
 
     def show_all(self) -> None:
         """Show what was written where it was begun; twice is fine."""
@@ -201,7 +215,10 @@ class Round:
     def show(self) -> None:
         """Show what was written, by one store for all. Readers are still to be told."""
         following, shown = self._next, self.maps.shown
-        if self._size == 1:
+        if self._all is not None:
+            self.show_all()
+            self._new, self.new = {}, []
+        elif self._size == 1:
             slot = self.slots.item()
             shown[slot] = shown.item(slot) + STEP
         else:
@@ -209,15 +226,14 @@ class Round:
         self._all = None
         following[0] += 1
         following[1] += 1
-        self._t += 1
+        self.lengths += 1
         self.room -= 1
         self.remaining -= 1
-        for episode, slot_writer in self._pairs.values():
-            slot_writer.length = episode.base = episode.length = episode.length + 1
 
     def settle(self) -> None:
         """Whatever went wrong: go on from what is shown."""
         self._all = None
-        for i in self._pairs:
-            self._look_at(i)
+        for i, (episode, _) in self._pairs.items():
+            if episode.state == "open":
+                self._look_at(i)
         self.look()

@@ -27,7 +27,7 @@ class StagedRound:
         size: how many environments there are.
         longest: how long an episode may be.
 
-    Attributes: members, is_whole, remaining: see `Round`.
+    Attributes: members, is_whole, remaining, lengths: see `Round`.
     """
 
     def __init__(self, schema: Schema, size: int, longest: int) -> None:
@@ -37,14 +37,14 @@ class StagedRound:
         self._rows: dict[str, Array] = {}  # field -> (environments, capacity, *field), of those that are not compressed
         self._coded = [name for name, field in schema.fields.items() if field.codec is not None]
         self._capacity = 0
-        # By environment, how long its episode is, and from which timestep on it is in memory. The first is what counts:
-        # the lengths of the episodes follow it.
-        self._t, self._base = np.zeros((2, size), np.int64)
+        # By environment, how long its episode is, and from which timestep on it is in memory. The episodes share the
+        # first.
+        self.lengths, self._base = np.zeros((2, size), np.int64)
         self.look()
 
     def join(self, i: int, episode: Episode) -> None:
         """Append to the open episode of an environment, once `look` was called."""
-        self._t[i], self._base[i] = episode.length, episode.base
+        self.lengths[i], self._base[i] = episode.length, episode.base
         count = episode.length - episode.base
         if count >= self._capacity:
             step = sum(field.itemsize for field in self._schema.fields.values() if field.codec is None) or 1
@@ -63,29 +63,28 @@ class StagedRound:
             if count:
                 rows[i, :count] = episode.columns[name][:count]
         episode.stand_in(columns)
-        self._is_member[i] = True  # first: interrupted after it, it is a stranger still
+        self._is_member[i] = True
         self._episodes[i] = episode
+        episode.share_length(self.lengths, i)  # last: interrupted before it, it is a stranger still
 
     def strangers(self, episodes: Sequence[Episode]) -> list[int]:
-        """The environments whose episodes are no members, were appended to by others, or have memory of their own."""
-        each = zip(episodes, self._t.tolist(), strict=True)
-        return [
-            i
-            for i, (episode, t) in enumerate(each)
-            if episode.length != t or episode.capacity or i not in self._episodes
-        ]
+        """The environments whose episodes are no members, or were appended to by others."""
+        return [i for i, episode in enumerate(episodes) if episode.lengths is not self.lengths]
 
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""
+        episode = self._episodes.get(i)
+        if episode is not None and episode.lengths is self.lengths:
+            episode.own_length()
         self._episodes.pop(i, None)
         self._is_member[i] = self.is_whole = False
 
     def look(self) -> None:
         """See which environments are members now."""
-        self.members = members = np.flatnonzero(self._is_member)
+        self.members = members = self._is_member.nonzero()[0]
         self.is_whole = len(members) == self._size
-        self.remaining = self._longest - int(self._t[members].max(initial=0))
-        self._room = self._capacity - int((self._t - self._base)[members].max(initial=0))
+        self.remaining = self._longest - int(self.lengths[members].max(initial=0))
+        self._room = self._capacity - int((self.lengths - self._base)[members].max(initial=0))
 
     def _grow(self, capacity: int) -> None:
         before, rows = self._rows, {}
@@ -104,7 +103,7 @@ class StagedRound:
         """Have room for so many timesteps. Raises OSError: an episode that is written in chunks met a full disk."""
         if count <= self._room:
             return
-        short = self.members[(self._t - self._base)[self.members] + count > self._capacity].tolist()
+        short = self.members[(self.lengths - self._base)[self.members] + count > self._capacity].tolist()
         if short and not self._episodes[short[0]].staged:
             for i in short:
                 episode = self._episodes[i]
@@ -119,20 +118,18 @@ class StagedRound:
         if self._room <= 0:
             self.prepare()
         some = self.members if chosen is None else chosen
-        at = self._t[some] - self._base[some]
+        at = self.lengths[some] - self._base[some]
         for name, rows in self._rows.items():
             rows[some, at] = columns[name] if chosen is None and self.is_whole else columns[name][some]
         for name in self._coded:
             for i, row in zip(some.tolist(), at.tolist(), strict=True):
                 self._episodes[i].columns[name][row] = columns[name][i]
-        self._t[some] += 1
+        self.lengths[some] += 1
         if chosen is not None:  # it may be none of the longest
-            self.settle()
+            self.look()
             return
         self._room -= 1
         self.remaining -= 1
-        for episode in self._episodes.values():
-            episode.length += 1
 
     def extend(self, columns: Mapping[str, Array], chosen: IntArray) -> None:
         """Append several timesteps to some episodes: field -> (T, environments, *field)."""
@@ -144,26 +141,15 @@ class StagedRound:
             self.append({name: rows[0] for name, rows in columns.items()}, chosen)
             return
         for i in chosen.tolist():
-            at = self._t.item(i) - self._base.item(i)
+            at = self.lengths.item(i) - self._base.item(i)
             for name, column in self._episodes[i].columns.items():
                 column[at : at + count] = columns[name][:, i]
-        self._t[chosen] += count
-        self.settle()
-
-    def settle(self) -> None:
-        """Whatever went wrong: the episodes have the timesteps that count."""
-        for i, episode in self._episodes.items():
-            episode.length = self._t.item(i)
+        self.lengths[chosen] += count
         self.look()
-
-    @property
-    def lengths(self) -> IntArray:
-        """(environments,) of the episodes, for `back_to`."""
-        return self._t.copy()
 
     def back_to(self, lengths: IntArray) -> None:
         """Drop the timesteps beyond; these episodes had not ended."""
-        self._t[:] = lengths
+        self.lengths[:] = lengths
         for episode in self._episodes.values():
             episode.ended, episode.finals = "", {}
-        self.settle()
+        self.look()

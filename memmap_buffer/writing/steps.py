@@ -97,13 +97,15 @@ class Steps:
         return self._axes[1]
 
 
-def keep_errors(errors: Errors, episodes: Sequence[Any], chosen: Iterable[int], steps: slice) -> None:
+def keep_errors(
+    errors: Errors, episodes: Sequence[Any], lengths: Sequence[int], chosen: Iterable[int], steps: slice
+) -> None:
     """Keep the errors of the last timesteps of some environments' episodes: `steps` of those that were given."""
     waiting, values = errors
     by_environment = values[steps].T.tolist()
     for i in chosen:
         episode, kept = episodes[i], by_environment[i]
-        waiting.setdefault(episode, []).extend(enumerate(kept, episode.length - len(kept)))
+        waiting.setdefault(episode, []).extend(enumerate(kept, lengths[i] - len(kept)))
 
 
 def _leading(schema: Schema, flat: Mapping[str, Any], time: bool) -> int:

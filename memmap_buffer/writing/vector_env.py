@@ -16,6 +16,7 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.open_episodes import ended_statement
 from memmap_buffer.writing.episode import Episode, Scalars
 from memmap_buffer.writing.episode_group import EpisodeGroup
+from memmap_buffer.writing.staged_round import StagedRound
 from memmap_buffer.writing.steps import NEXT, Errors, Steps, keep_errors
 from memmap_buffer.writing.validation import add_defaults
 from memmap_buffer.writing.writer import Writer
@@ -95,6 +96,15 @@ class EpisodeStream(EpisodeGroup):
         # By environment, an episode that was cut without its final observation, and that, once it was seen.
         self._cut: dict[int, tuple[Episode, dict[str, Array]]] = {}
 
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the episodes."""
+        joint = self._round
+        lengths: list[int] = []
+        if joint is not None and joint.is_whole:
+            lengths = joint.lengths.tolist()
+        return lengths or [episode.length for episode in self.episodes]
+
     def extend(self, steps: Steps) -> None:
         """Append timesteps to every environment; an episode that ends, or is as long as it may be, is published.
 
@@ -158,7 +168,8 @@ class EpisodeStream(EpisodeGroup):
                 if steps.done > start:
                     self.num_added += (steps.done - start) * len(steps.recorded)
                     if steps.errors is not None:
-                        keep_errors(steps.errors, self.episodes, steps.recorded.tolist(), slice(start, steps.done))
+                        recorded = steps.recorded.tolist()
+                        keep_errors(steps.errors, self.episodes, self.lengths, recorded, slice(start, steps.done))
                     over[:] = False
                     over[steps.recorded] = steps.ends[steps.done - 1, steps.recorded]
                     self._following = {name: rows[steps.done - 1].copy() for name, rows in steps.following.items()}
@@ -200,7 +211,7 @@ class EpisodeStream(EpisodeGroup):
             self._keep_meta(meta, ...)
         self.num_added += self._size
         if errors is not None:
-            keep_errors(errors, self.episodes, range(self._size), slice(None))
+            keep_errors(errors, self.episodes, self.lengths, range(self._size), slice(None))
         finals = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
         self._following = {name: columns[NEXT + name].copy() for name in finals}
         self._missing = None
@@ -334,7 +345,7 @@ class EpisodeStream(EpisodeGroup):
         """Publish the episodes that ended, of which `over` knows, or are as long as they may be."""
         self.complete()
         none_is_full = self._round is not None and self._round.remaining > 0
-        looked = np.flatnonzero(over).tolist() if self._sure and none_is_full else range(len(self.episodes))
+        looked = over.nonzero()[0].tolist() if self._sure and none_is_full else range(len(self.episodes))
         ended = []
         for i in looked:
             episode = self.episodes[i]
@@ -360,7 +371,7 @@ class EpisodeStream(EpisodeGroup):
 
     def _recorded(self, over: Array) -> IntArray:
         """The environments whose next step is one of an episode."""
-        return np.flatnonzero(~over) if self._skips_resets else np.arange(self._size)
+        return (~over).nonzero()[0] if self._skips_resets else np.arange(self._size)
 
     def _begin_where_needed(self) -> None:
         looked = self._idle if self._sure else range(self._size)
@@ -377,7 +388,8 @@ class EpisodeStream(EpisodeGroup):
             return
         if self._round is None:
             self._round, looked = self._new_round(), range(self._size)
-        self._join(looked)
+        if isinstance(self._round, StagedRound):  # others join with the step that is shown first
+            self._join(looked)
 
 
 def _bytes(columns: Mapping[str, Array], at: Any) -> list[bytes]:

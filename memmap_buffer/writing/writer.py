@@ -440,6 +440,8 @@ class Writer:
             final, terminated = bool(episode.finals), episode.ended == self.schema.terminated
             flags = FINAL * final | CUT * cut[episode] | TERMINATED * terminated
             slot_writer = self._slot_writer_of(episode, files, slots)
+            if slot_writer.published:
+                slot_writer.rewind()  # to what is shown, as it may have been appended to together with others
             slot_writer.write(episode.columns, episode.base, episode.length)
             slot_writers.append(slot_writer)
             episode.tried = True
@@ -547,10 +549,10 @@ class Writer:
                 self._follow(step.episode)
             raise
 
-    def _append(self, appended: Sequence[Appended], files: WriteHandles, joint: Round | None = None) -> None:
-        together = joint is not None or len(appended) > 1
+    def _append(self, appended: Sequence[Appended], files: WriteHandles) -> None:
+        together = len(appended) > 1
         self._write_steps(appended, files, together=together)
-        self._commit_pending(files, joint, together=together)
+        self._commit_pending(files, together=together)
         for episode, _, _, stop in appended:
             episode.base = episode.length = stop
 
@@ -609,32 +611,38 @@ class Writer:
             self._rounds.add(joint)
             return joint
 
-    def join(self, joint: Round, i: int, episode: Episode) -> None:
-        """Append to the open episode of an environment together with others from now on, if steps of it are shown."""
-        slot_writer = self._slot_writers.get(ref(episode))
-        if slot_writer is not None and slot_writer.published and episode.state == "open":
-            joint.join(i, episode, slot_writer)
+    def join(self, joint: Round, episodes: Mapping[int, Episode]) -> None:
+        """Append to the open episodes of some environments together with others from now on; new ones get slots."""
+        with self.lock.turn:
+            new = len(episodes) - sum([ref(episode) in self._slot_writers for episode in episodes.values()])
+            files = self._begin(publishing=True) if new else joint.files
+            slots = self._free_slots(new)[::-1] if new else []
+            for i, episode in episodes.items():
+                episode.require_open()
+                slot_writer = self._slot_writer_of(episode, files, slots)
+                slot_writer.rewind()  # what was written before, and is not shown, is of a step that is not there
+                joint.join(i, episode, slot_writer)
 
-    def append_round(self, joint: Round, columns: Mapping[str, Array], others: Sequence[Appended] = ()) -> None:
+    def append_round(self, joint: Round, columns: Mapping[str, Array]) -> None:
         """Append one timestep to the episodes of a round, and publish it: to all of them or to none.
 
         Who calls it has the turn, and gives it as field -> (environments, *field).
-
-        Args: others: of the same step, those of episodes that it cannot be appended to like this.
         """
         if self._closed or joint.files is not self._files or joint.files.behind or not self._settled:
             self.begin(publishing=True)
         self.lock.glance(self.storage)
-        slots = joint.slots
+        slots, new = joint.slots, joint.new
         if not self._slots.circular:
-            self._slots.require_room(0, len(slots))
+            self._slots.require_room(len(new), len(slots))
         if joint.room <= 0:
             joint.prepare()
         try:
             self._settled = False
+            for _, slot_writer in new:
+                slot_writer.write({}, 0, 0)  # no rows yet, but what stands there is void
             joint.write(columns)
-            if others:
-                self._append(others, joint.files, joint)
+            if new:
+                self._show_first(joint, new)
             else:
                 joint.show()
                 self._slots.show_round(slots)
@@ -650,6 +658,15 @@ class Writer:
                 with suppress(OSError):
                     self._settle(joint.files)
             raise
+
+    def _show_first(self, joint: Round, new: Sequence[tuple[Episode, SlotWriter]]) -> None:
+        """Show a timestep of a round, which is the first of some of its episodes."""
+        for _, slot_writer in new:
+            slot_writer.write({}, 0, 1, add=False)  # its rows stand there
+        self._prepare([(slot_writer, episode.meta, OPEN) for episode, slot_writer in new], together=True)
+        for episode, slot_writer in new:
+            episode.serial = slot_writer.serial
+        self._commit_pending(joint.files, joint, together=True)
 
     def spill(self, episode: Episode) -> None:
         """Write the steps that are staged to the episode's slot, which makes room for others."""
@@ -724,7 +741,7 @@ class Writer:
             self._pending.append(slot_writer)
 
     def _commit_pending(self, files: WriteHandles, joint: Round | None = None, *, together: bool = False) -> None:
-        """Publish what waits for it, and with it the step that was written of other episodes; together or not."""
+        """Publish what waits for it, and with it the step of a round that was written; together or not."""
         if self._pending:
             if together:
                 self._showing = [*self._pending]
@@ -735,7 +752,8 @@ class Writer:
                 joint.show()
             shown = []
             for slot_writer in self._pending:
-                self._slots.show(slot_writer.serial, slot_writer.slot, slot_writer.length, alone=not together)
+                length = slot_writer.length if joint is None else 0  # its step is of the round
+                self._slots.show(slot_writer.serial, slot_writer.slot, length, alone=not together)
                 shown.append(slot_writer.slot)
             if joint is not None:
                 self._slots.show_round(joint.slots)
@@ -912,6 +930,7 @@ class Writer:
         """Give open episodes, whose steps are on the disk now, records that vouch for these steps."""
         growing = [] if files.power else [*self._growing.values()]
         for slot_writer in growing:
+            slot_writer.rewind()
             slot_writer.flags = self.storage.record(slot_writer.slot)["flags"] & (OPEN | TERMINATED)
             slot_writer.round, slot_writer.appends = (
                 self._slots.last_round(slot_writer.slot) - (slot_writer.length - 1),

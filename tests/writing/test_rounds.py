@@ -96,7 +96,7 @@ def test_what_is_stored_at_once_is_what_is_written_one_by_one(
 
 @where_maps_are_stored_to
 @pytest.mark.parametrize(
-    ("block", "stored"), [(1600, 4), (get_inside("round_block"), 1)], ids=["step by step", "slots together"]
+    ("block", "stored"), [(1600, 4), (get_inside("round_block"), 0)], ids=["step by step", "slots together"]
 )
 def test_on_a_full_disk_no_environment_has_the_timestep_and_the_next_call_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, stored: int
