@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("memmap_buffer")
 TWICE = "%s: serials %s stand in two slots each and are not served; see `verify`"
 NO_SLOTS: IntArray = np.empty(0, np.int64)
+_NO_ORDER: IntArray = np.empty((2, 0), np.int64)
 FEW = 16  # up to so many slots are read one by one: a call of numpy takes as long as ten plain numbers
 FEWER = 12  # the same bound for `_show_few`, which reads more numbers of each slot
 REMEMBERED = 1024  # the changes that are kept: a follower further behind must read everything anew
@@ -100,10 +101,9 @@ class Journal:
         self.lock = threading.RLock()
         self.version: int | None = None
         self.mark = 0
-        self._changes: deque[Change] = deque(maxlen=REMEMBERED)  # the newest ones; the last led to `mark`
         self._num_damaged = 0
         self._num_episodes = 0
-        self.order: IntArray = np.empty((2, 0), np.int64)
+        self.order: IntArray = _NO_ORDER
         self.head = self.tail = 0
         self._moved = NOTHING  # `Change.moved` of the changes that are being taken in
         self._hidden = 0  # episodes with lower serials are not shown any more
@@ -224,7 +224,6 @@ class Journal:
                 slots = changed_records(storage.maps.words, self.table.columns)
             others = self._take_in(storage, slots)
         if others is None:
-            self._changes.clear()  # no follower can take in the difference to what is read anew
             self.mark += 1
             changes = self._read(storage)
         else:
@@ -272,6 +271,7 @@ class Journal:
         self._hidden = self.order.item(0, 0) if full else table.base
         self.table, self._shared = replace(table, visible=NO_SLOTS), frozenset(Columns._fields)
         self._most = self._most_of(slice(None), storage)
+        self._changes = deque[Change](maxlen=REMEMBERED)  # the newest since all was read; the last led to `mark`
         self._followed = True
 
     def _own(self, names: Iterable[str]) -> None:
@@ -418,8 +418,10 @@ def _being_updated(storage: Storage, now: Columns, before: tuple[npt.NDArray[np.
         first reading: then any episode may be the one, but only if the file of an update was made just now.
     """
     gone = np.flatnonzero(~now.valid & (now.start < now.length))  # a ring leaves no step of an episode that it gives up
+    if not len(gone):
+        return False
     if before is None:
-        made = storage.folder.marks(UPDATE)[1] if len(gone) else -1
+        made = storage.folder.marks(UPDATE)[1]
         gone = gone if time.time_ns() - made < UPDATE_SECONDS * 1e9 else gone[:0]
     else:
         shown, serials = before

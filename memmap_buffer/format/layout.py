@@ -22,7 +22,8 @@ from memmap_buffer.cached import cached_property
 from memmap_buffer.codecs import codec_from_json, codec_to_json
 from memmap_buffer.dtypes import check_count, is_dtype_name
 from memmap_buffer.errors import CorruptBufferError, MemmapBufferError, NotABufferError, SchemaError
-from memmap_buffer.format.records import RECORD, STATE
+from memmap_buffer.format.folder import ToMap
+from memmap_buffer.format.records import RECORD, STATE, WORDS
 from memmap_buffer.format.syscalls import npy_header, random_bytes
 from memmap_buffer.schema import ENDS, MAX_DIMENSIONS, MAX_FIELDS, Field, Schema
 
@@ -228,6 +229,15 @@ class Layout:
             files[name] = ArrayFile(f"meta/{name}.npy", field.storage, (self.slots, *field.shape))
         return files
 
+    @cached_property
+    def files_to_map(self) -> list[ToMap]:
+        """The files of `arrays`, as they are mapped: records and state as words, a field with one axis of rows."""
+        kinds = {key: (file.dtype, file.shape) for key, file in self.arrays.items()}
+        kinds |= {name: (self.arrays[name].dtype, self.rows_shape(name)) for name in self.schema.fields}
+        word = np.dtype(np.uint64)
+        kinds["/episodes"], kinds["/state"] = (word, (self.slots, WORDS)), (word, (STATE.itemsize // word.itemsize,))
+        return [ToMap.of(file.name, file.header, *kinds[key]) for key, file in self.arrays.items()]
+
     def grown_bytes(self, key: str) -> int:
         """The bytes of a file on the disk when the buffer is full.
 
@@ -372,6 +382,7 @@ class Layout:
 
     def of_id(self, id: str) -> Layout:
         """This layout of another buffer: what follows from it is found once for all shards of a root."""
+        _ = self.files_to_map, self.coded  # the copies share them
         other = copy.copy(self)
         object.__setattr__(other, "id", id)
         return other

@@ -154,7 +154,7 @@ class Shards:
         marks = folder.marks("schema.json")
         if marks[0] < 0:
             return BEING_MADE, None
-        key = _key(folder.path)  # before it is opened, see there
+        key = _key(folder)  # before it is opened, see there
         try:
             if key is not None and self._keys.get(number) == key:
                 return self.storages[number], key
@@ -216,13 +216,12 @@ def _is_cut(folder: Folder) -> bool:
     return Layout.may_be_torn(data) and (not data.strip(b"\0") or data.count(b"{") > data.count(b"}"))
 
 
-def _key(path: Path) -> Key | None:
+def _key(folder: Folder) -> Key | None:
     """The key that tells a shard from another that took its place: its folder, and a file in it.
 
     The number of a folder may be that of the one that was removed; a file that is mapped keeps its own. Taken before
     the shard is opened: one that is replaced in between is opened again by the next look.
     """
-    folder = Folder(path)
     with suppress(FileNotFoundError):
         return *folder.lock_key(), folder.file_key("state.npy")[1]
     return None

@@ -147,8 +147,8 @@ class Storage:
     @cached_property
     def layout(self) -> Layout:
         self.folder.require()
-        self._stamp = self.folder.stamp("schema.json")
-        return Layout.from_json(self.folder.read("schema.json", MAX_SCHEMA_BYTES), str(self.path / "schema.json"))
+        data, self._stamp = self.folder.read_with_stamp("schema.json", MAX_SCHEMA_BYTES)
+        return Layout.from_json(data, f"{self.path}/schema.json")
 
     @property
     def where(self) -> str:
@@ -186,7 +186,7 @@ class Storage:
             return
         if stamp == self._stamp or (stamp == self._readable and not to_write):
             return
-        now = Layout.from_json(self.folder.read("schema.json", MAX_SCHEMA_BYTES), str(self.path / "schema.json"))
+        now = Layout.from_json(self.folder.read("schema.json", MAX_SCHEMA_BYTES), f"{self.path}/schema.json")
         if now.id != layout.id:
             raise SchemaMismatchError(f"{self.path}: another buffer took its place; open it again with from_folder")
         if not now.keeps(layout) or (to_write and not layout.keeps(now)):
@@ -197,16 +197,16 @@ class Storage:
 
     @cached_property
     def maps(self) -> Maps:
-        arrays = self.layout.arrays
+        layout = self.layout
         with self.folder.kept_open() as folder:  # all files of one folder, even if another takes its place now
-            mapped = {key: folder.map(a.name, a.header, a.dtype, a.shape) for key, a in arrays.items()}
-            self._state_file = folder.file_key(arrays["/state"].name)
-        schema = self.layout.schema
+            maps = folder.map_all(layout.files_to_map)
+            self._state_file = folder.file_key(layout.arrays["/state"].name)
+        mapped, schema = dict(zip(layout.arrays, maps, strict=True)), layout.schema
         return Maps(
-            mapped["/episodes"].view(np.uint64).reshape(-1, WORDS),
-            mapped["/state"].view(np.uint64).reshape(-1),
+            mapped["/episodes"],
+            mapped["/state"],
             mapped["/checksums"],
-            {name: mapped[name].reshape(self.layout.rows_shape(name)) for name in schema.fields},
+            {name: mapped[name] for name in schema.fields},
             {name: mapped[name] for name in schema.meta_fields},
             {name: self._coded(name, field, mapped) for name, field in self.layout.coded.items()},
         )
@@ -333,7 +333,10 @@ class Storage:
         words, longest = self.maps.words, self.layout.max_timesteps
         doubtful = np.flatnonzero(~columns.valid & (columns.generation != 0))
         for _ in range(ROUNDS):
-            now, changed = self.changes, self.changed_since(changes)
+            now = self.changes
+            if now == changes and not len(doubtful):
+                return
+            changed = self.changed_since(changes)
             slots = changed_records(words, columns) if changed is None else np.union1d(changed, doubtful)
             if not len(slots):
                 return

@@ -44,6 +44,7 @@ _fallocate = getattr(_libc, "fallocate64", None) or getattr(_libc, "fallocate", 
 if _fallocate is not None:
     _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _mmap, _MAP_FAILED = getattr(_libc, "mmap64", None) or _libc.mmap, ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10  # on Linux and macOS; Python's `mmap` lacks it, as it lacks PROT_NONE, 0
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -234,30 +235,61 @@ def _pieces(width: int) -> Array:
     return np.ndarray(_HIGHEST - _LOWEST - width, np.dtype((np.void, width)), _every_byte, strides=(1,))
 
 
-def map_to_read(fd: int, size: int) -> memoryview:
-    """A read-only map of a file's first bytes, which lasts as long as anything refers to it.
-
-    Raises: OSError: ENOMEM: there are too many maps.
-    """
-    return _mapped(fd, size, mmap.PROT_READ).toreadonly()
-
-
-def map_to_change(fd: int, size: int) -> memoryview:
-    """A map like that of `map_to_read`, but stores into it reach the file. Raises OSError."""
-    return _mapped(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def _mapped(fd: int, size: int, protection: int) -> memoryview:
-    """A map of a file's first bytes.
+class Mapped:
+    """Mapped memory, as bytes for `np.asarray`. It is unmapped once nothing refers to it or to such an array.
 
     Not by Python's `mmap`, which before 3.13 (`trackfd`) keeps a descriptor for each map: 300 folders have thousands.
     """
-    address = _mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
-    if address == _MAP_FAILED:
+
+    def __init__(self, begin: int, size: int, protection: int) -> None:
+        weakref.finalize(self, _libc.munmap, begin, size).atexit = False
+        read_only = not protection & mmap.PROT_WRITE
+        self.__array_interface__ = {"data": (begin, read_only), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+class FileMaps:
+    """Read-only maps of several files, side by side, which are unmapped together: of small ones, as that is quicker.
+
+    Args: size: the bytes of all files together, each rounded up to whole pages (`in_pages`); at least one page.
+
+    Attributes: memory: (size,) uint8.
+
+    Raises: OSError: ENOMEM: there are too many maps.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._end = self._begin = _mapped(None, size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        self.memory = np.asarray(Mapped(self._begin, size, mmap.PROT_READ))
+
+    def add(self, fd: int, size: int) -> int:
+        """Map the first bytes of a file; returns where they begin in `memory`. Raises OSError as above."""
+        start = self._end - self._begin
+        assert start + in_pages(size) <= len(self.memory), "it would be mapped over other memory"
+        _mapped(self._end, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        self._end += in_pages(size)
+        return start
+
+
+def in_pages(size: int) -> int:
+    """A number of bytes, rounded up to whole pages."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def map_file(fd: int, size: int, protection: int = mmap.PROT_READ) -> Array:
+    """A map of a file's first bytes, (size,) uint8, which lasts as long as anything refers to it.
+
+    Args: protection: whether stores into the map are allowed, which reach the file: `mmap.PROT_READ` or more.
+
+    Raises: OSError: ENOMEM: there are too many maps.
+    """
+    return np.asarray(Mapped(_mapped(None, size, protection, mmap.MAP_SHARED, fd), size, protection))
+
+
+def _mapped(address: int | None, size: int, protection: int, kind: int, fd: int) -> int:
+    begin: int = _mmap(address, size, protection, kind, fd, 0)
+    if begin == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    mapped = (ctypes.c_char * size).from_address(address)
-    weakref.finalize(mapped, _libc.munmap, address, size).atexit = False
-    return memoryview(mapped)
+    return begin
 
 
 def will_need(address: int, size: int) -> None:

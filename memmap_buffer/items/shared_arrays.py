@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer.dtypes import Array
-from memmap_buffer.format.syscalls import CAN_SHARE, close_all, map_to_read, memory_file
+from memmap_buffer.format.syscalls import CAN_SHARE, close_all, map_file, memory_file
 
 LEAST = 1 << 20  # bytes: smaller arrays are pickled as they are
 
@@ -47,7 +47,7 @@ def _mapped(shared: Any, size: int, kinds: list[tuple[str, tuple[int, ...]] | No
     """The arrays in the new process, out of `size` bytes of shared memory. Args: kinds: (dtype, shape) of each."""
     fd = {"": shared.detach()}
     try:
-        memory = map_to_read(fd[""], size)
+        memory = map_file(fd[""], size)
     finally:
         close_all(fd)
     arrays: list[Array | None] = []

@@ -23,7 +23,7 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, RemoteError, SchemaError
 from memmap_buffer.format.blobs import CodedRows, Dictionary, lengths_of
 from memmap_buffer.format.checksums import EMPTY, Sums
-from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.folder import Folder, ToMap
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
 from memmap_buffer.format.records import WORDS
 from memmap_buffer.format.source import Rows, Traffic, Wanted
@@ -69,11 +69,9 @@ class Local:
 
     def __init__(self, folder: Folder, blocks: Blocks, layout: Layout) -> None:
         self.blocks = blocks
-        self.arrays = {
-            key: folder.map(a.name, a.header, a.dtype, a.shape)
-            for key, a in layout.arrays.items()
-            if a.name.startswith(DATA)
-        }
+        files = {key: file for key, file in layout.arrays.items() if file.name.startswith(DATA)}
+        maps = folder.map_all([ToMap.of(f.name, f.header, f.dtype, f.shape) for f in files.values()])
+        self.arrays = dict(zip(files, maps, strict=True))
         self.coded: dict[str, CodedRows] = {}
 
 

@@ -400,7 +400,7 @@ def test_a_map_that_cannot_be_made_names_the_limit_to_raise(tmp_path, monkeypatc
     def fails(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    set_inside(monkeypatch, map_to_read=fails)
+    set_inside(monkeypatch, add_map=fails)
     with pytest.raises(OSError, match=f"{remedy}.*read fewer folders") as caught:
         ReplayBuffer.from_folder(tmp_path)
     assert caught.value.errno == code

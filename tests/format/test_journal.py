@@ -332,13 +332,20 @@ class StandsStill(np.ndarray):
             StandsStill.writes.pop()()
         return np.concatenate([before, self[:, StandsStill.words :]], axis=1).T
 
+    def tolist(self) -> Any:
+        return self.T.T.tolist()
+
 
 @pytest.mark.parametrize("words", [records.GENERATION + 1, records.SHOWN, records.CHECK])
-@pytest.mark.parametrize("count", [1, 5, 9, 700])
+@pytest.mark.parametrize(("count", "few"), [(1, 0), (5, 0), (9, 0), (700, 0), (1, 7), (9, 7), (700, 7)])
 def test_a_reader_that_stands_still_while_it_copies_all_records_misses_none(
-    tmp_path: Path, count: int, words: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, few: int, words: int
 ) -> None:
-    """The words are copied one after the other; meanwhile the writer goes round the ring, perhaps many times."""
+    """The words are copied one after the other; meanwhile the writer goes round the ring, perhaps many times.
+
+    Up to `few` records are copied as plain numbers.
+    """
+    monkeypatch.setattr(records, "FEW", few)
     writer = make(tmp_path / "ring", 3)
     storage = Storage.open(tmp_path / "ring", read_only=True)
     assert len(shown_by(storage)) == 3

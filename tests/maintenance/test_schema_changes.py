@@ -413,7 +413,7 @@ def test_another_object_cannot_write_by_the_old_schema_and_takes_the_lock_from_n
 
 @pytest.mark.parametrize("name", ["drop", "rename group"])
 def test_a_folder_whose_schema_is_replaced_while_it_is_opened_is_opened_by_the_new_one(buffer, monkeypatch, name):
-    before, mapped, left = shown(buffer), get_inside("map_array"), [1]
+    before, mapped, left = shown(buffer), get_inside("map_arrays"), [1]
 
     def interrupted(self, *arguments):
         if left:
@@ -421,7 +421,7 @@ def test_a_folder_whose_schema_is_replaced_while_it_is_opened_is_opened_by_the_n
             CHANGES[name](buffer)
         return mapped(self, *arguments)
 
-    set_inside(monkeypatch, map_array=interrupted)
+    set_inside(monkeypatch, map_arrays=interrupted)
     assert shown(buffer.folder) == expected(name, before) and not left
 
 

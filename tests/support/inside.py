@@ -140,7 +140,7 @@ PLACES = {
     "lerobot_episodes": "interop.lerobot:EPISODES",
     # of the system
     "system": "format.syscalls:system",
-    "map_to_read": "format.syscalls:map_to_read",
+    "add_map": "format.syscalls:FileMaps.add",
     "can_forget": "format.syscalls:CAN_FORGET",
     "in_memory": "format.folder:in_memory",
     "ask_kernel": "format.folder:will_need",
@@ -161,7 +161,7 @@ PLACES = {
     "create_folder": "format.folder:Folder.create",
     "create_array": "format.folder:Folder.create_array",
     "rename_file": "format.folder:Folder.rename",
-    "map_array": "format.folder:Folder.map",
+    "map_arrays": "format.folder:Folder.map_all",
     "create_buffer": "format.creation:create",
     # writing
     "commit": "writing.writer:commit",
