@@ -311,12 +311,14 @@ class Editing:
         """
         if self._writer.begun:
             self._writer.begin()  # completes an update of this writer that failed half way and hides its episode
-        table = self._storage.refresh()
-        positions, single = positions_of(indices, len(table.whole))
-        slots = table.whole[positions]
+        storage, journal = self._storage, self._storage.journal
+        with journal.lock:
+            whole = journal.whole(storage)
+            positions, single = positions_of(indices, len(whole))
+            slots = whole.slots_at(positions)
+            serials, mark = whole.serial.take(slots), journal.mark
         self._writer.begin()
-        serials, now = table.serial[slots], self._storage.refresh()
-        gone = [] if now is table else serials[~now.shows(slots, serials)].tolist()
+        gone = [] if journal.is_current(storage, mark) else serials[~journal.shows(storage, slots, serials)].tolist()
         if gone:
             raise StaleEpisodeError(
                 f"{self._storage.path}: episodes {gone[:5]} fail their checksums, or another writer removed them; look "

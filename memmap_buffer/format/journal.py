@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -77,6 +77,29 @@ class Change(NamedTuple):
 NOTHING: Moved = [], [], []
 
 
+@dataclass(frozen=True)
+class Positions:
+    """The episodes by position, oldest first, without a list of them.
+
+    Args:
+        slots: (n,) the slots of these episodes and of others, oldest first.
+        others: (k,) where others stand in `slots`, ascending.
+        serial: by slot, the serial of its episode.
+    """
+
+    slots: IntArray
+    others: IntArray
+    serial: IntArray
+
+    def __len__(self) -> int:
+        return len(self.slots) - len(self.others)
+
+    def slots_at(self, positions: IntArray) -> IntArray:
+        """The slots of the episodes at some positions, each 0 … len - 1."""
+        before = np.searchsorted(self.others - np.arange(len(self.others)), positions, side="right")
+        return self.slots.take(positions + before)
+
+
 class Journal:
     """The visible episodes of one folder. A thread that reads `table`, `shown` or `order` holds `lock` since `follow`.
 
@@ -105,6 +128,7 @@ class Journal:
         self._num_episodes = 0
         self.order: IntArray = _NO_ORDER
         self.head = self.tail = 0
+        self._gone = NO_SLOTS  # the entries of `order` whose episodes are gone, ascending; some before `head` lack
         self._moved = NOTHING  # `Change.moved` of the changes that are being taken in
         self._hidden = 0  # episodes with lower serials are not shown any more
         self._moment: tuple[int, EpisodeTable] | None = None  # the last one handed out, and before it its mark
@@ -161,8 +185,7 @@ class Journal:
             moment = self._moment
             if moment is None or moment[0] != self.mark:
                 if self._visible is None:
-                    serials, slots = self.order[:, self.head : self.tail]
-                    self._visible = slots[self.shown.take(slots) & (self.table.serial.take(slots) == serials)]
+                    self._visible = np.delete(self.order[1, self.head : self.tail], self._gone_since_head)
                 version: int = self.version  # type: ignore[assignment]
                 table = replace(self.table, changes=version, base=self._base, visible=self._visible)
                 self._shared = frozenset(Columns._fields)
@@ -171,10 +194,34 @@ class Journal:
             log.warning(TWICE, storage.path, untold)
         return moment[1]
 
+    def whole(self, storage: Storage) -> Positions:
+        """The episodes of now that show every step, oldest first. The caller holds `lock` while it reads them."""
+        self._catch_up(storage)
+        if self._followed:
+            table, slots, others = self.table, self.order[1, self.head : self.tail], self._gone_since_head
+        else:
+            table = self._moment[1]  # type: ignore[index]
+            slots, others = table.visible, NO_SLOTS
+        if storage.layout.capacity is not None:
+            others = np.union1d(others, np.flatnonzero(table.start.take(slots)))
+        return Positions(slots, others, table.serial)
+
+    @property
+    def _gone_since_head(self) -> IntArray:
+        return self._gone[np.searchsorted(self._gone, self.head) :] - self.head
+
     def doubt(self) -> None:
         """Have the next call read all records anew: an episode was found damaged, and must not be shown any more."""
         with self.lock:
             self.version = None
+
+    def shows(self, storage: Storage, slots: IntArray, serials: IntArray) -> npt.NDArray[np.bool_]:
+        """(B,) whether each slot now holds the visible episode of the serial beside it."""
+        with self.lock:
+            self._catch_up(storage)
+            if not self._followed:
+                return self._moment[1].shows(slots, serials)  # type: ignore[index]
+            return np.asarray(self.shown.take(slots) & (self.table.serial.take(slots) == serials))
 
     def has_inner_end(self, slots: IntArray) -> bool:
         """Whether a visible episode in slots (B,) may have an end of an episode marked before its last step."""
@@ -267,6 +314,7 @@ class Journal:
         self.order = np.empty((2, len(table) + max(64, len(table.serial))), np.int64)
         self.order[0, : self.tail] = table.of(table.serial, table.visible)
         self.order[1, : self.tail] = table.visible
+        self._gone = NO_SLOTS
         full = len(table) >= storage.layout.max_episodes
         self._hidden = self.order.item(0, 0) if full else table.base
         self.table, self._shared = replace(table, visible=NO_SLOTS), frozenset(Columns._fields)
@@ -313,6 +361,10 @@ class Journal:
         self._num_episodes += int(np.count_nonzero(shown)) - int(np.count_nonzero(was_shown))
         if self._num_episodes < storage.layout.max_episodes and self._hidden > base:
             return None  # an older episode, which only `max_episodes` hid, may be visible again
+        leaving = was_shown & ~(shown & is_same)
+        if any_of(leaving):
+            entries = self.order[0, : self.tail].searchsorted(table.serial.take(slots[leaving]))
+            self._gone = np.sort(np.concatenate([self._gone, entries]), kind="stable")
         columns = now._asdict()
         changed = {name: values for name, values in columns.items() if any_of(values != getattr(table, name)[slots])}
         self._own(changed)

@@ -138,7 +138,7 @@ def steps_of_episodes(table: EpisodeTable, indices: Any, flag: Any) -> tuple[Arr
 
 def steps_at(storage: Storage, slot: int, t: Any, name: str, value: Any) -> Steps:
     """New values of a field at a timestep of an episode, or at several, as `store_datapoint` takes them."""
-    schema, length, steps = storage.layout.schema, int(storage.table.length[slot]), to_numpy(t)
+    schema, length, steps = storage.layout.schema, int(storage.refresh().length[slot]), to_numpy(t)
     schema.require([name], "store_datapoint", schema.fields)
     if steps.ndim > 1 or steps.dtype.kind not in "iu" or not steps.size:
         raise SchemaError(f"store_datapoint: got timesteps {t!r}, expected a whole number, or (n,) of them")
@@ -159,7 +159,7 @@ def values_of(
 
     Entries beyond an episode's length are left out. A scalar stands for all values; of a field, for the first timestep.
     """
-    schema, length = storage.layout.schema, storage.table.length[slots]
+    schema, length = storage.layout.schema, storage.refresh().length[slots]
     flat = schema.flatten(data)
     schema.require(flat, "update")
     rows: dict[str, list[Steps]] = {}

@@ -71,7 +71,8 @@ class Follower:
                     start, stop = (steps & 0xFFFFFFFF) + left, (steps >> 32) + added
                     assert slot in change.others or (serial, start | stop << 32) == tuple(told[i].tolist())
             self.pairs.update(zip(slots.tolist(), map(tuple, told.tolist()), strict=True))
-            self.mark = change.mark
+            self.mark, whole = change.mark, account.whole(self.storage)
+            assert whole.slots_at(np.arange(len(whole))).tolist() == self.storage.refresh().whole.tolist()
 
     def shown(self) -> list[tuple[int, int, int]]:
         pairs = sorted(pair for pair in self.pairs.values() if pair[0])
