@@ -397,7 +397,7 @@ def test_tests_import_what_the_pages_do_but_for_those_of_a_class_by_itself() -> 
     reached = [modules for path in files if (modules := inner_modules(path.read_text()))]
     inner = {f"{package}.{name}".lstrip(".") for package, names in INNER.items() for name in names.split()}
     assert set().union(*reached) == inner
-    assert len(reached) <= 44
+    assert len(reached) <= 45
 
 
 def test_lines_of_code_are_counted_without_docstrings_comments_and_empty_lines() -> None:
