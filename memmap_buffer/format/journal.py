@@ -128,7 +128,7 @@ class Journal:
         self._num_episodes = 0
         self.order: IntArray = _NO_ORDER
         self.head = self.tail = 0
-        self._gone = NO_SLOTS  # the entries of `order` whose episodes are gone, ascending; some before `head` lack
+        self._gone = NO_SLOTS  # the entries of `order` whose episodes are gone, ascending; of those before `head` some
         self._moved = NOTHING  # `Change.moved` of the changes that are being taken in
         self._hidden = 0  # episodes with lower serials are not shown any more
         self._moment: tuple[int, EpisodeTable] | None = None  # the last one handed out, and before it its mark
@@ -364,7 +364,8 @@ class Journal:
         leaving = was_shown & ~(shown & is_same)
         if any_of(leaving):
             entries = self.order[0, : self.tail].searchsorted(table.serial.take(slots[leaving]))
-            self._gone = np.sort(np.concatenate([self._gone, entries]), kind="stable")
+            since_head = self._gone[np.searchsorted(self._gone, self.head) :]  # so a ring does not remember all of them
+            self._gone = np.sort(np.concatenate([since_head, entries]), kind="stable")
         columns = now._asdict()
         changed = {name: values for name, values in columns.items() if any_of(values != getattr(table, name)[slots])}
         self._own(changed)

@@ -20,7 +20,7 @@ from damage import record_of, rewrite_record, rewrite_state
 from fault_injection import in_child
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from inside import changes_of, files_of, storage_of
+from inside import changes_of, files_of, num_remembered_as_gone, storage_of
 from profiles import examples
 from specification import DELETED
 
@@ -194,6 +194,16 @@ def test_who_is_many_steps_behind_follows_to_where_others_are(tmp_path: Path) ->
         assert account.follow(storage_of(buffer), follower.mark).slots is not None
     follower.follow()
     assert follower.shown() == [(0, 0, REMEMBERED + 1)]
+
+
+def test_who_follows_a_ring_does_not_remember_each_episode_that_it_gave_up(tmp_path: Path) -> None:
+    buffer = make(tmp_path, publish="step", capacity=40, max_episodes=40)
+    follower = Follower(storage_of(buffer))
+    for value in range(60):
+        store(buffer, value)
+        follower.follow()
+        assert num_remembered_as_gone(buffer) <= 2
+    assert storage_of(buffer).journal.head > 20
 
 
 @pytest.mark.parametrize("change", ["drop_field", "rename_field"])

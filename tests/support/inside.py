@@ -265,6 +265,11 @@ PLACES = {
 # What a folder is, and what is written to it
 
 
+def num_remembered_as_gone(buffer: ReplayBuffer) -> int:
+    """The number of episodes that are gone, and that the journal of a buffer still remembers."""
+    return len(storage_of(buffer).journal._gone)
+
+
 def storage_of(buffer: ReplayBuffer) -> Any:
     """The folder as it is mapped: its files, layout, episode table and journal."""
     return buffer._storage
