@@ -294,7 +294,7 @@ class Journal:
             changes, base, self._num_damaged = storage.changes, storage.state("base"), storage.num_damaged
             columns = storage.columns()
             # During an `update` a visible episode has an odd generation; after the writer's death it stays odd.
-            if not _being_updated(storage, columns, before) or time.monotonic() > deadline:
+            if not _being_updated(storage, columns, base, before) or time.monotonic() > deadline:
                 break
             time.sleep(0.001)
         visible, self._twice = visible_slots(columns, base, storage.layout)
@@ -464,13 +464,19 @@ class Journal:
         return gone
 
 
-def _being_updated(storage: Storage, now: Columns, before: tuple[npt.NDArray[np.bool_], IntArray] | None) -> bool:
+def _being_updated(
+    storage: Storage, now: Columns, base: int, before: tuple[npt.NDArray[np.bool_], IntArray] | None
+) -> bool:
     """Whether an `update` hides an episode: its record was copied with an odd generation, or changed during the copy.
 
-    Args: before: (slots,) which slots were shown when the records were last read, and the serials of then. None at the
-        first reading: then any episode may be the one, but only if the file of an update was made just now.
+    Args:
+        base: the folder's base. An episode below it is none that an update hides: it may be one that a ring retired
+            while it is open, and that its writer goes on with, with an odd generation.
+        before: (slots,) which slots were shown when the records were last read, and the serials of then. None at the
+            first reading: then any episode may be the one, but only if the file of an update was made just now.
     """
-    gone = np.flatnonzero(~now.valid & (now.start < now.length))  # a ring leaves no step of an episode that it gives up
+    gone = np.flatnonzero(~now.valid & (now.start < now.length))
+    gone = gone[now.serial.take(gone) >= base]
     if not len(gone):
         return False
     if before is None:

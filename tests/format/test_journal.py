@@ -206,6 +206,24 @@ def test_who_follows_a_ring_does_not_remember_each_episode_that_it_gave_up(tmp_p
     assert storage_of(buffer).journal.head > 20
 
 
+def test_nobody_waits_for_an_open_episode_that_a_ring_retired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer goes on with it, with an odd generation, as that of an episode is that an `update` hides a moment."""
+    waits: list[float] = []
+    rng, size = np.random.default_rng(0), 20
+    sizes = {"max_episodes": size + 2, "max_timesteps": 99, "capacity": 10**4, "spare_slots": size + 2}
+    buffer = make(tmp_path, publish="step", **sizes)
+    followers = [Follower(storage) for storage in (storage_of(buffer), Storage.open(tmp_path, read_only=True))]
+    monkeypatch.setattr(journal.time, "sleep", waits.append)
+    monkeypatch.setattr(journal, "UPDATE_SECONDS", 0.01)
+    for step in range(60):
+        buffer.add(x=np.zeros(size))
+        buffer.end_episodes(rng.random(size) < 0.1)
+        for follower in followers if step % 3 == 0 else ():
+            follower.follow()
+            assert follower.shown() == shown_by(follower.storage)
+    assert not waits
+
+
 @pytest.mark.parametrize("change", ["drop_field", "rename_field"])
 @pytest.mark.parametrize("options", [{}, {"prioritized": True}, {"n_steps": 1}], ids=str)
 def test_a_reader_whose_schema_was_changed_is_told_and_gets_no_rows_of_others(
