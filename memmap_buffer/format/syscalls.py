@@ -242,9 +242,22 @@ class Mapped:
     """
 
     def __init__(self, begin: int, size: int, protection: int) -> None:
-        weakref.finalize(self, _libc.munmap, begin, size).atexit = False
+        self._unmap_later(begin, size)
+        self._place = begin, size
         read_only = not protection & mmap.PROT_WRITE
         self.__array_interface__ = {"data": (begin, read_only), "shape": (size,), "typestr": "|u1", "version": 3}
+
+    def _unmap_later(self, begin: int, size: int) -> None:
+        self._finalizer = weakref.finalize(self, _libc.munmap, begin, size)
+        self._finalizer.atexit = False
+
+    def leave_out(self, begin: int, size: int) -> None:
+        """Never unmap this part of it, which may be of others by now. Called once at most."""
+        first, whole = self._place
+        self._finalizer.detach()
+        for start, stop in ((first, begin), (begin + size, first + whole)):
+            if start < stop:
+                self._unmap_later(start, stop - start)
 
 
 class FileMaps:
@@ -259,13 +272,24 @@ class FileMaps:
 
     def __init__(self, size: int) -> None:
         self._end = self._begin = _mapped(None, size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        self.memory = np.asarray(Mapped(self._begin, size, mmap.PROT_READ))
+        self._mapped = Mapped(self._begin, size, mmap.PROT_READ)
+        self.memory = np.asarray(self._mapped)
 
     def add(self, fd: int, size: int) -> int:
-        """Map the first bytes of a file; returns where they begin in `memory`. Raises OSError as above."""
+        """Map the first bytes of a file; returns where they begin in `memory`.
+
+        Raises: OSError: as above; ENODEV, say: its file system maps no files. After an error nothing may be added.
+        """
         start = self._end - self._begin
         assert start + in_pages(size) <= len(self.memory), "it would be mapped over other memory"
-        _mapped(self._end, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        try:
+            _mapped(self._end, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        except OSError as error:
+            # Linux asks a file system only after it took away what was mapped there (so it does for a file of /sys):
+            # another thread's memory may take the place. With too many maps it takes nothing away.
+            if error.errno != errno.ENOMEM:
+                self._mapped.leave_out(self._end, in_pages(size))
+            raise
         self._end += in_pages(size)
         return start
 

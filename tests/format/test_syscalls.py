@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import io
+import mmap
 import os
 import shutil
 import socket
@@ -35,6 +37,28 @@ META_FIELDS = {"m": "U4"}
 LAYOUT = Layout(Schema(FIELDS, META_FIELDS), 3, 4)
 FILES = [array.name for array in LAYOUT.arrays.values()]
 HEADERS = {array.name: array.header for array in LAYOUT.arrays.values()}
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_memory_that_takes_the_place_of_a_file_that_cannot_be_mapped_is_not_unmapped(
+    tmp_path: Path, place: int
+) -> None:
+    page, (end, other_end) = mmap.PAGESIZE, os.pipe()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    (tmp_path / "file").write_bytes(bytes(page))
+    with (tmp_path / "file").open("rb") as file:
+        maps = syscalls.FileMaps(4 * page)
+        for _ in range(place):
+            maps.add(file.fileno(), page)
+    with pytest.raises(OSError, match="No such device"):  # no pipe can be mapped
+        maps.add(end, page)
+    os.close(end)
+    os.close(other_end)
+    first = maps.memory.__array_interface__["data"][0]
+    del maps
+    # With MS_ASYNC, 1: it fails where nothing is mapped.
+    assert [libc.msync(first + i * page, page, 1) for i in range(4)] == [0 if i == place else -1 for i in range(4)]
 
 
 # Headers
