@@ -694,10 +694,12 @@ class Writer:
 
         def is_busy(slot: int) -> bool:
             reference = self._taken.get(slot)
-            if reference is None or reference() is None:
+            if slot in pending or reference is None:
                 return slot in pending
-            slot_writer = self._slot_writers.get(reference)
-            return (slot_writer is not None and slot_writer.slot == slot) or slot in pending
+            # One that was collected right now is not ended yet; of these no other reference is the key.
+            keys = self._dropped if reference() is None else [reference]
+            slot_writers = [self._slot_writers.get(key) for key in keys]
+            return any([each is not None and each.slot == slot for each in slot_writers])
 
         slots = self._slots.find(is_busy if self._slot_writers else pending.__contains__, count)
         if len(slots) < (count if least is None else least):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import without_barriers
-from inside import get_inside, open_episodes, publishing_turn_of, set_inside, slots_taken, turn_of
+from inside import around, get_inside, open_episodes, place_of, publishing_turn_of, set_inside, slots_taken, turn_of
 from interruptions import (
     PACKAGE,
     Interrupt,
@@ -392,6 +392,23 @@ def test_steps_that_were_shown_of_an_episode_that_nobody_holds_stay_flagged_as_c
     assert [episode["x"] for episode in content(buffer)] == [[1], [2]]
     assert np.load(tmp_path / "episodes.npy")["flags"][0] & 10 == 2  # cut short, and not open
     assert verify(tmp_path) == []
+
+
+def test_an_episode_that_is_collected_while_another_takes_a_slot_keeps_its_own_until_it_is_ended(tmp_path, monkeypatch):
+    """It had left the ring, so its slot is free but for that it is open."""
+    buffer = make(tmp_path, publish="step", spare_slots=3)
+    held = [buffer.begin_episode()]
+    held[0].store(x=9)
+    for value in range(7):
+        with buffer.one_episode() as episode:
+            episode.store(x=value)
+    buffer.begin_episode().abort()
+    other = buffer.begin_episode()
+    with monkeypatch.context() as patch:
+        around(patch, *place_of("free_slots"), before=held.clear)
+        other.store(x=7)
+    other.store(x=8)
+    assert [episode["x"] for episode in content(buffer)] == [[4], [5], [6], [7, 8]]
 
 
 def test_an_episode_within_an_exit_stack_ends_with_it(tmp_path):

@@ -165,6 +165,7 @@ PLACES = {
     "create_buffer": "format.creation:create",
     # writing
     "commit": "writing.writer:commit",
+    "free_slots": "writing.writer:Writer._free_slots",
     "begin_writing": "writing.writer:Writer.begin",
     "flush": "writing.writer:Writer.flush",
     "take_over": "writing.writer:Writer._take_over",
