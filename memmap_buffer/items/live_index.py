@@ -81,14 +81,15 @@ class LiveIndex(AnchorRuns):
                 if self._by_steps and len(change.moved[0]):
                     self._take_in_steps(change.moved)
                 whole = not len(others) or self._take_in(others)
-            self._whole = (whole and others is not None) or self._begin()
+            whole = (whole and others is not None) or self._begin()
             low, high, starts = self._low, self._high, self._starts
             order = self._journal.order
             self.serial, self.slot = order[0, low:high], order[1, low:high]
             self.first, self.starts = self._first[low:high], starts[low : high + 1]
             self.num_anchors = starts.item(high) - starts.item(low)
-            self.mark, self.changes = change.mark, self._journal.version  # type: ignore[assignment]
-        return self._whole
+            self.mark = change.mark  # before `_whole`: no change may be taken in twice
+            self._whole, self.changes = whole, self._journal.version  # type: ignore[assignment]
+        return whole
 
     def changed(self, *, anew: bool) -> list[Changed]:
         """The runs in which there may be other anchors than at the last call; all runs if `anew`."""
