@@ -149,7 +149,8 @@ class DataFiles:
         self.first = dict(zip(self.sizes, starts, strict=True))
         self._names, self._starts = list(self.sizes), starts
         of_files = [np.arange(self.first[name], end, BLOCK // self.block[name]) for name, end in self._ends(counts)]
-        self.groups: IntArray = np.concatenate([np.zeros(0, np.int64), *of_files])
+        self._cuts: IntArray = np.concatenate([np.zeros(0, np.int64), *of_files, [self.count]])
+        self.groups = self._cuts[:-1]
         self.num_digests = self.count + (0 if sizes is None else len(self.groups))
 
     def _ends(self, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
@@ -178,18 +179,21 @@ class DataFiles:
         is_apart |= begin[1:] // PIECE_BYTES != begin[:-1] // PIECE_BYTES
         return [piece.tolist() for piece in np.split(block, np.flatnonzero(is_apart) + 1)]
 
-    def in_groups(self, blocks: IntArray, chosen: Callable[[IntArray, IntArray], Any] | None = None) -> IntArray:
-        """All blocks, ascending, of the groups that some blocks are in.
-
-        Args: chosen: the groups, how many of the blocks each has -> a mask of the groups that are meant; None: all.
-        """
+    def groups_of(self, blocks: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """(the first block of each group that some blocks are in, the block after its last, how many of them it has)"""
         groups, counts = np.unique(np.searchsorted(self.groups, blocks, side="right") - 1, return_counts=True)
-        groups = groups if chosen is None else groups[chosen(groups, counts)]
-        return expanded(self.groups[groups], np.append(self.groups, self.count)[groups + 1])
+        return self._cuts[groups], self._cuts[groups + 1], counts
+
+    def in_groups(self, blocks: IntArray) -> IntArray:
+        """All blocks, ascending, of the groups that some blocks are in."""
+        first, stop, _ = self.groups_of(blocks)
+        return expanded(first, stop)
 
     def are_right(self, data: bytes | memoryview, piece: Sequence[int], digests: Any) -> bool:
         """Whether `data` is the bytes of `range_of` a piece. Args: digests: (num_digests,) of all blocks and groups."""
-        name, begin, _ = self.range_of(piece)
+        name, begin, stop = self.range_of(piece)
+        if len(data) != stop - begin:  # as of a file that was cut short
+            return False
         size, view, at, first = self.block[name], memoryview(data), 0, self.first[name]
         group = int(np.searchsorted(self.groups, first)) + self.count
         while at < len(data):

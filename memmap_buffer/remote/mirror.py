@@ -665,10 +665,11 @@ def _absent(blocks: Blocks, files: DataFiles, chosen: IntArray, keeps: bool) -> 
     absent = blocks.absent(chosen)
     if not absent.size or not keeps:
         return absent
-    num_there = np.add.reduceat(blocks.words[:, COUNTER] & np.uint32(1) == 0, files.groups, dtype=np.int64)
-    num_all = np.diff(files.groups, append=files.count)
-    more = files.in_groups(absent, lambda groups, counts: (num_there[groups] > 0) | (2 * counts >= num_all[groups]))
-    return np.union1d(absent, blocks.absent(more))
+    first, stop, counts = files.groups_of(absent)
+    every, sizes = expanded(first, stop), stop - first
+    is_there = blocks.words[every, COUNTER] & np.uint32(1) == 0
+    is_whole = np.logical_or.reduceat(is_there, np.cumsum(sizes) - sizes) | (2 * counts >= sizes)
+    return np.union1d(absent, every[np.repeat(is_whole, sizes) & ~is_there])
 
 
 def _uninterrupted(work: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
 """The blocks of a published version: about a row each, so that few bytes are fetched for few rows."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from inside import give_back, mirror_of
 from range_server import RangeServer
 
-from memmap_buffer import ConcatBuffer, CorruptBufferError, ReplayBuffer, pack, publish, pull, verify
+from memmap_buffer import ConcatBuffer, CorruptBufferError, ReplayBuffer, check_cache, pack, publish, pull, verify
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.source import BLOCK
 from memmap_buffer.remote import layout
@@ -141,6 +142,17 @@ def test_wrong_bytes_are_found_whether_a_block_is_checked_or_a_group(root: Path,
             wrong = bytearray(data[begin:stop])
             wrong[at] ^= 1
             assert not mirror.is_right(piece, bytes(wrong))
+
+
+def test_blocks_of_a_file_that_was_cut_short_are_not_right(root: Path, tmp_path: Path) -> None:
+    mirror = mirror_of(ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path))
+    first = mirror.files.first["data/image.npy"]
+    fetch({mirror: np.arange(first, first + 64)})
+    os.truncate(mirror.path / "data" / "image.npy", 3 * BLOCK)
+    assert sum(check_cache(tmp_path).values()) == BLOCK
+    data = (root / "near" / "data" / "image.npy").read_bytes()
+    assert mirror.is_right([first, first + 1], data[:32768])
+    assert not any(mirror.is_right([first, first + 1], data[:size]) for size in (0, 16384, 32767, 32769))
 
 
 @pytest.mark.parametrize(
