@@ -22,7 +22,7 @@ from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.source import BLOCK, WINDOWS
 from memmap_buffer.format.syscalls import RangeLocks, locked, random_bytes, read_at, renew_after_fork, write_word
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray, Words, by_last_use
-from memmap_buffer.remote.layout import BLOCK_SIZES, HEADS, DataFiles, digest, head_object, runs
+from memmap_buffer.remote.layout import BLOCK_SIZES, HEADS, MAX_SIZES_BYTES, DataFiles, digest, head_object, runs
 
 USAGE, LOCKS, BOUND = "usage", "locks", "bound"
 DIGESTS = "mirror/digests"  # of the blocks of a mirror, as bytes
@@ -253,7 +253,7 @@ class Cache:
                 files = self._files.get(path.name)
                 if files is None:
                     layout = Layout.from_json(folder.read("schema.json", MAX_SCHEMA_BYTES), str(path))
-                    sizes = folder.read(BLOCK_SIZES, MAX_SCHEMA_BYTES) if folder.exists(BLOCK_SIZES) else None
+                    sizes = folder.read(BLOCK_SIZES, MAX_SIZES_BYTES) if folder.exists(BLOCK_SIZES) else None
                     files = self._files[path.name] = DataFiles(layout, sizes)
                 yield folder, self.blocks_of(folder, files), files
 

@@ -63,6 +63,7 @@ MAX_ROOT_BYTES, MAX_SHARD_BYTES, MAX_LINE = 1 << 26, 1 << 16, 1 << 20
 VALUE_BYTES = 12  # the fewest bytes a value in JSON, on average: `[]` takes 20 times its bytes in memory; ours has 20
 MERGED, MERGED_BYTES = 1024, 1 << 26  # the most shards, and bytes, whose heads become one object
 MAX_HEAD_BYTES = 1 << 31
+MAX_SIZES_BYTES = 1 << 22  # of `blocks.json`, which names each field of a schema three times at most
 LEAST_BLOCK = 4096  # bytes: of a page, the least that a file system gives back
 MOST_BLOCKS = (
     1 << 20
@@ -379,7 +380,7 @@ def is_data(array: ArrayFile) -> bool:
 def _block_sizes(content: bytes, files: Mapping[str, int]) -> dict[str, int]:
     allowed = {LEAST_BLOCK << i for i in range((BLOCK // LEAST_BLOCK).bit_length())}
     with suppress(ValueError, RecursionError, AttributeError):
-        sizes = json.loads(content)
+        sizes = json.loads(content) if len(content) <= MAX_SIZES_BYTES else None
         if sizes.keys() == files.keys() and all(type(size) is int and size in allowed for size in sizes.values()):
             return {name: sizes[name] for name in files}
     raise CorruptBufferError(

@@ -82,8 +82,8 @@ class Published:
         files = open_head(self.read_head(), self.where)
         layout: Layout | None = self.__dict__.get("layout")
         if layout is None:
+            self._block_sizes = files.get(BLOCK_SIZES)  # before the layout: `files` needs both
             layout = self.__dict__["layout"] = Layout.from_json(files.get("schema.json", b""), self.where)
-            self._block_sizes = files.get(BLOCK_SIZES)
         wrong = [
             array.name
             for array in layout.arrays.values()

@@ -2,7 +2,12 @@
 
 import json
 import os
+import pickle
+import sys
+import tracemalloc
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,6 +176,36 @@ def test_sizes_that_are_none_are_refused(root: Path, content: object) -> None:
     data = content if isinstance(content, bytes) else json.dumps(sizes).encode()
     with pytest.raises(CorruptBufferError, match=r"blocks\.json: got .*expected the sizes of the blocks"):
         DataFiles(layout_of(root), data)
+
+
+def test_sizes_of_many_bytes_are_refused_before_they_are_parsed(root: Path) -> None:
+    data, folder = b"[" + b"[]," * (layout.MAX_SIZES_BYTES // 3) + b"1]", layout_of(root)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptBufferError, match=r"blocks\.json: got"):
+            DataFiles(folder, data)
+        assert tracemalloc.get_traced_memory()[1] < len(data)
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_interrupted_opening_leaves_no_blocks_of_other_sizes(root: Path, tmp_path: Path) -> None:
+    mirror = mirror_of(ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path))
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+        if "layout" in vars(new):
+            raise KeyboardInterrupt
+        return interrupt if frame.f_code.co_name in ("open", "layout") else None
+
+    new = pickle.loads(pickle.dumps(mirror))
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _ = new.layout
+    finally:
+        sys.settrace(before)
+    assert new.files.block == mirror.files.block
 
 
 def test_what_version_1_published_is_read_and_pulled(tmp_path: Path) -> None:
