@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Cache:
         self._files: dict[str, DataFiles] = {}  # by the folder name of a mirror; they never change
         self._heads: dict[str, Array] = {}
         self._mapped: OrderedDict[Any, int] = OrderedDict()
-        self._num_maps = 0
+        self._num_maps, self._num_bytes = 0, 0  # of all mirrors in `_mapped`
         self.renew()
         renew_after_fork(self)
         if limit is not None and file_system(path) in MEMORY:
@@ -129,6 +129,7 @@ class Cache:
         with self._turn:
             if mirror not in self._mapped:
                 self._num_maps += maps
+                self._num_bytes += mirror.num_bytes
             self._mapped[mirror] = maps
             self._mapped.move_to_end(mirror)
             self._unmap_oldest()
@@ -137,7 +138,16 @@ class Cache:
         while self._num_maps > MOST_MAPS and len(self._mapped) > 1:
             other, count = self._mapped.popitem(last=False)
             self._num_maps -= count
+            self._num_bytes -= other.num_bytes
             other.unmap()
+
+    def keeps_all(self, mirrors: Collection[Any]) -> bool:
+        """Whether the bound has room for all that this process reads from it: these mirrors and those of before."""
+        if self.limit is None:
+            return True
+        with self._turn:
+            others = sum(int(each.num_bytes) for each in mirrors if each not in self._mapped)
+            return self._num_bytes + others <= self.limit
 
     # What it has
 
@@ -241,25 +251,34 @@ class Cache:
         """The blocks of a mirror. Its version, the end of its name, tells the place of its locks in the lock file."""
         return Blocks.of(folder, files, self.locks, folder.path.name.rpartition("-")[2][:10])
 
-    def _mirrors(self, names: Iterable[str] | None = None) -> Iterator[tuple[Folder, Blocks, DataFiles]]:
-        """(folder, blocks, files) of each mirror, or of those in `names`; its folder is held until the next one."""
+    def _mirrors(
+        self, names: Iterable[str] | None = None, *, remove: bool = False
+    ) -> Iterator[tuple[Folder, Blocks, DataFiles]]:
+        """(folder, blocks, files) of each mirror, or of those in `names`; its folder is held until the next one.
+
+        Args: remove: remove what cannot be opened, as another release made it: its bytes would not count for the bound.
+        """
         for path in sorted(self.path.iterdir()) if names is None else [self.path / name for name in names]:
             if ".new" in path.name or not Folder(path).exists(NAME):
                 continue
-            with (
-                suppress(FileNotFoundError, NotADirectoryError, CorruptBufferError),
-                Folder(path).kept_open() as folder,
-            ):
-                files = self._files.get(path.name)
-                if files is None:
-                    layout = Layout.from_json(folder.read("schema.json", MAX_SCHEMA_BYTES), str(path))
-                    sizes = folder.read(BLOCK_SIZES, MAX_SIZES_BYTES) if folder.exists(BLOCK_SIZES) else None
-                    files = self._files[path.name] = DataFiles(layout, sizes)
-                yield folder, self.blocks_of(folder, files), files
+            try:
+                with Folder(path).kept_open() as folder:
+                    files = self._files.get(path.name)
+                    if files is None:
+                        layout = Layout.from_json(folder.read("schema.json", MAX_SCHEMA_BYTES), str(path))
+                        sizes = folder.read(BLOCK_SIZES, MAX_SIZES_BYTES) if folder.exists(BLOCK_SIZES) else None
+                        files = self._files[path.name] = DataFiles(layout, sizes)
+                    yield folder, self.blocks_of(folder, files), files
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except CorruptBufferError:
+                if remove and _MIRROR.fullmatch(path.name):
+                    remove_mirror(path)
 
     def _count(self) -> int:
-        """The bytes of the blocks that may be on the disk."""
-        return sum(int(blocks.sizes[blocks.words[:, LOCAL] != 0].sum()) for _, blocks, _ in self._mirrors())
+        """The bytes of the blocks that may be on the disk. Mirrors that cannot be opened are removed."""
+        each = self._mirrors(remove=True)
+        return sum(int(blocks.sizes[blocks.words[:, LOCAL] != 0].sum()) for _, blocks, _ in each)
 
     def _give_back(self, size: int, keep: Sequence[tuple[Blocks, IntArray]]) -> int:
         """Give back blocks that were unused for longest, of `size` bytes if there are so many; returns their bytes."""
@@ -362,8 +381,7 @@ def _give_back(
                 if mirror.file_key(NAME) != blocks.key:
                     break
                 if digests is not None:
-                    is_wrong = [not is_as_published(mirror, files, block, digests) for block in mine.tolist()]
-                    mine = mine[is_wrong]
+                    mine = _damaged(mirror, files, mine, digests)
                 blocks.remove(mine)
                 for first, stop in runs(mine.tolist()):
                     for piece in files.pieces(np.arange(first, stop)):
@@ -371,6 +389,22 @@ def _give_back(
                 blocks.words[mine, LOCAL] = 0
                 gone = np.append(gone, mine)
     return gone
+
+
+def _damaged(folder: Folder, files: DataFiles, blocks: IntArray, digests: Array) -> IntArray:
+    """The blocks on the disk that differ from their digests, but for those whose group is right: its digest is another
+    only if what was published is wrong, and then they would come back the same.
+    """
+    wrong = blocks[[not is_as_published(folder, files, block, digests) for block in blocks.tolist()]]
+    if not wrong.size or files.num_digests == files.count:
+        return wrong
+    right: list[IntArray] = []
+    for first, stop in zip(*files.groups_of(wrong)[:2], strict=True):
+        name, begin, end = files.range_of([first, stop - 1])
+        with folder.reading(name) as (fd, _):
+            if files.are_right(read_at(fd, end - begin, begin), [first, stop - 1], digests):
+                right.append(np.arange(first, stop))
+    return np.setdiff1d(wrong, np.concatenate(right), True) if right else wrong
 
 
 def is_as_published(folder: Folder, files: DataFiles, block: int, digests: Array) -> bool:

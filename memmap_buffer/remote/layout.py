@@ -380,7 +380,7 @@ def is_data(array: ArrayFile) -> bool:
 def _block_sizes(content: bytes, files: Mapping[str, int]) -> dict[str, int]:
     allowed = {LEAST_BLOCK << i for i in range((BLOCK // LEAST_BLOCK).bit_length())}
     with suppress(ValueError, RecursionError, AttributeError):
-        sizes = json.loads(content) if len(content) <= MAX_SIZES_BYTES else None
+        sizes: Any = json.loads(content) if len(content) <= MAX_SIZES_BYTES else None
         if sizes.keys() == files.keys() and all(type(size) is int and size in allowed for size in sizes.values()):
             return {name: sizes[name] for name in files}
     raise CorruptBufferError(

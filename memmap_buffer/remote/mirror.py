@@ -647,9 +647,7 @@ def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], 
     for cache, num_bytes in caches.items():
         cache.require_room(num_bytes)
     size = min([TOGETHER, *(cache.limit // 4 for cache in caches if cache.limit is not None)])
-    keeps = all(
-        cache.limit is None or cache.limit >= sum(m.num_bytes for m in chosen if m.cache is cache) for cache in caches
-    )
+    keeps = all(cache.keeps_all([mirror for mirror in chosen if mirror.cache is cache]) for cache in caches)
     every = {mirror: _absent(blocks[mirror], mirror.files, these, keeps) for mirror, these in chosen.items()}
     absent = {mirror: these for mirror, these in every.items() if these.size}
     if absent:

@@ -17,7 +17,7 @@ from range_server import RangeServer
 
 from memmap_buffer import ConcatBuffer, CorruptBufferError, ReplayBuffer, check_cache, pack, publish, pull, verify
 from memmap_buffer.format.layout import Layout
-from memmap_buffer.format.source import BLOCK
+from memmap_buffer.format.source import BLOCK, Rows
 from memmap_buffer.remote import layout
 from memmap_buffer.remote.blocks import COUNTER
 from memmap_buffer.remote.layout import DataFiles, sizes_of_blocks
@@ -25,6 +25,7 @@ from memmap_buffer.remote.mirror import fetch
 
 GOLDEN = Path(__file__).parent.parent / "format" / "golden"
 STEPS = {"timestep_level": True}
+SHAPES = {"state": (16,), "image": (100, 100), "reward": (), "done": ()}
 FIELDS = {"state": ("float", (16,)), "image": ("uint8", (100, 100)), "reward": "float", "done": "bool"}
 
 
@@ -121,6 +122,57 @@ def test_a_cache_that_cannot_keep_all_gets_no_more_than_the_blocks_of_the_rows(r
             assert server.told()["sent"] < 8 * 3 * 16384 + 10_000
 
 
+def test_a_cache_that_keeps_some_of_many_shards_gets_no_more_either(root: Path, tmp_path: Path) -> None:
+    place = tmp_path / "far"
+    for name in ("one", "two", "three"):
+        copy = ReplayBuffer(tmp_path / name, 20, 100, FIELDS)
+        for episode in range(20):
+            copy.store_episode(**{key: np.full((100, *spec), episode % 2) for key, spec in SHAPES.items()})
+        copy.close()
+        publish(tmp_path / name, f"file://{place}")
+    with RangeServer(place) as server:
+        far = ConcatBuffer.from_root(server.url, cache=tmp_path / "cache", cache_bytes=160 * BLOCK)
+        for seed in range(40):
+            server.told()
+            far.sample(1, seed=seed, fields=["image"], **STEPS)
+            if seed > 10:
+                assert server.told()["sent"] <= 2 * 16384
+
+
+def test_what_another_release_kept_goes_before_the_bound_is_passed(root: Path, tmp_path: Path) -> None:
+    far = ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path, cache_bytes=40 * BLOCK)
+    before = mirror_of(far).path
+    far.sample(8, seed=0, **STEPS)
+    far.close()
+    other = before.rename(before.with_name(f"{'0' * 32}-{'1' * 32}"))
+    words = other / "mirror" / "blocks.npy"
+    content = words.read_bytes()
+    words.unlink()  # as it is mapped
+    words.write_bytes(content[:-8])
+    far = ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path, cache_bytes=40 * BLOCK)
+    for seed in range(40):
+        far.sample(16, seed=seed, **STEPS)
+    assert not other.exists()
+    assert sum(512 * file.stat().st_blocks for file in tmp_path.rglob("*.npy")) < 41 * BLOCK
+
+
+def test_blocks_whose_group_is_right_are_not_fetched_again_for_ever(root: Path, tmp_path: Path) -> None:
+    far = ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path)
+    far.batch(**STEPS)
+    mirror = mirror_of(far)
+    digests, group = mirror.digests.copy(), mirror.files.in_groups(mirror.files.groups[1:2])
+    digests[group] ^= np.uint64(1)  # as nobody publishes them
+    vars(mirror)["digests"] = digests
+    rows = Rows("image", np.array([0]), np.array([2000]))
+    assert not mirror.mend(rows)
+    name, begin, _ = mirror.files.place(int(group[2]))
+    with (mirror.path / name).open("r+b") as file:
+        file.seek(begin + 5)
+        file.write(b"\xff")
+    assert mirror.mend(rows)
+    assert mirror.blocks.absent(np.arange(mirror.files.count)).tolist() == group.tolist()
+
+
 def test_what_was_whole_is_looked_at_again_after_a_block_was_given_back(root: Path, tmp_path: Path) -> None:
     far = ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path)
     near = ReplayBuffer.from_folder(root / "near").batch(**STEPS)
@@ -194,14 +246,14 @@ def test_an_interrupted_opening_leaves_no_blocks_of_other_sizes(root: Path, tmp_
 
     def interrupt(frame: FrameType, event: str, argument: object) -> Any:
         if "layout" in vars(new):
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("while it is opened")
         return interrupt if frame.f_code.co_name in ("open", "layout") else None
 
     new = pickle.loads(pickle.dumps(mirror))
     before = sys.gettrace()
     sys.settrace(interrupt)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match="while it is opened"):
             _ = new.layout
     finally:
         sys.settrace(before)
