@@ -134,9 +134,9 @@ def publish_packed(
             before this one changed; or `joined` are not listed any more.
         RemoteError: the store fails.
     """
-    shard, head, contents, marks = _described(packed)
+    shard, head, contents, marks, in_version_1 = _described(packed)
     root = read_root(objects)
-    if _was_joined(objects, name, shard, root):
+    if _was_joined(objects, name, shard, root, in_version_1):
         return
     # A collector removes `shard.json`, and what it names, of a shard that others are joined into until that is listed.
     is_kept = root.has(name, shard.version) or name != joined_name(shard.id)
@@ -253,19 +253,23 @@ def locked(folder: Folder, seconds: float = 0.0) -> Iterator[None]:
 # The objects of a shard
 
 
-def _described(packed: Path) -> tuple[Shard, bytes, Contents, FileMarks]:
-    """The facts about a packed folder, its head, what its objects have in them, and what its files were like."""
+def _described(packed: Path) -> tuple[Shard, bytes, Contents, FileMarks, str]:
+    """The facts about a packed folder, its head, what its objects have in them, what its files were like, and the name
+    of the version that format version 1 would have made of it: there the blocks were what the groups are now.
+    """
     storage = Storage.open(packed, read_only=True, verify="never")
     sizes = json.dumps(sizes_of_blocks(storage.layout)).encode()
     files = DataFiles(storage.layout, sizes)
     marks = {file: storage.folder.marks(file) for file in files.sizes}
-    head = _head(storage, sizes)
+    head_files = _head_files(storage)
+    head = make_head(head_files | {BLOCK_SIZES: sizes})
     groups = list(progress(_digests(storage.folder, files), "reading", len(files.groups)))
     digests = np.array([*chain(*(blocks for blocks, _ in groups)), *(whole for _, whole in groups)], np.dtype("<u8"))
     shard = _shard(storage, files, head, digests)
     contents: Contents = {file: packed / file for file in files.sizes}
     contents |= {BLOCKS_FILE: blocks_file(files.num_digests).header + digests.tobytes(), HEAD: head}
-    return shard, head, contents, marks
+    in_version_1 = version_of(make_head(head_files), digest(digests[files.count :].tobytes()))
+    return shard, head, contents, marks, in_version_1
 
 
 def _upload(
@@ -321,14 +325,14 @@ def _send(
     return len(missing), replaced
 
 
-def _head(storage: Storage, sizes: bytes) -> bytes:
-    """All files but those of data. Args: sizes: the content of `blocks.json`."""
+def _head_files(storage: Storage) -> dict[str, bytes]:
+    """All files but those of data."""
     folder = storage.folder
     names = [array.name for array in storage.layout.arrays.values() if not array.name.startswith(DATA)]
     names = ["schema.json", *names, *(f"extra/{name}" for name in folder.list("extra"))]
     if bad := [name for name in names if not is_head_file(name)]:
         raise SchemaError(f"{bad[0]}: got a name with more than letters, digits, '.', '_' and '-'; rename or remove it")
-    return make_head({name: folder.read(name, MAX_HEAD_BYTES) for name in names} | {BLOCK_SIZES: sizes})
+    return {name: folder.read(name, MAX_HEAD_BYTES) for name in names}
 
 
 def _digests(folder: Folder, files: DataFiles) -> Iterator[tuple[list[int], int]]:
@@ -364,9 +368,12 @@ def _require_same_buffer(objects: Objects, name: str, shard: Shard, there: Shard
         )
 
 
-def _was_joined(objects: Objects, name: str, shard: Shard, root: Root) -> bool:
-    """Whether a shard was joined into another. Raises SchemaMismatchError: another version of it was."""
-    if name in root.joined and root.joined[name][1] != shard.version:
+def _was_joined(objects: Objects, name: str, shard: Shard, root: Root, in_version_1: str = "") -> bool:
+    """Whether a shard was joined into another, also as `in_version_1`.
+
+    Raises: SchemaMismatchError: another version of it was.
+    """
+    if name in root.joined and root.joined[name][1] not in (shard.version, in_version_1):
         raise SchemaMismatchError(
             f"{objects.name_of(name)}: it was joined with others into {root.holder(name)}, and the folder has changed "
             "since; record what is new to another folder, or publish to another root"

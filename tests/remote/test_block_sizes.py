@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import sys
 import tracemalloc
 from pathlib import Path
@@ -270,6 +271,16 @@ def test_what_version_1_published_is_read_and_pulled(tmp_path: Path) -> None:
     assert set(mirror_of(one).files.block.values()) == {BLOCK}
     pull(url, tmp_path / "copy")
     assert verify(tmp_path / "copy" / "v1-packed") == []
+
+
+def test_what_version_1_published_and_was_joined_is_not_published_again(tmp_path: Path) -> None:
+    far = shutil.copytree(GOLDEN / "v1-published", tmp_path / "far")
+    shutil.copytree(far / "v1-packed", far / "joined")
+    root = layout.Root.from_json((far / "root.json").read_bytes(), "")
+    listed = root.with_joined(["v1-packed"], "joined").with_shards({"joined": root.shards["v1-packed"]}, {}).to_json()
+    (far / "root.json").write_bytes(listed)
+    assert publish(GOLDEN / "v1-packed", f"file://{far}") == []
+    assert (far / "root.json").read_bytes() == listed
 
 
 def test_a_pulled_folder_has_the_files_that_were_published_and_no_others(root: Path, tmp_path: Path) -> None:
