@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -263,8 +262,10 @@ def _described(packed: Path) -> tuple[Shard, bytes, Contents, FileMarks, str]:
     marks = {file: storage.folder.marks(file) for file in files.sizes}
     head_files = _head_files(storage)
     head = make_head(head_files | {BLOCK_SIZES: sizes})
-    groups = list(progress(_digests(storage.folder, files), "reading", len(files.groups)))
-    digests = np.array([*chain(*(blocks for blocks, _ in groups)), *(whole for _, whole in groups)], np.dtype("<u8"))
+    digests, at = np.empty(files.num_digests, np.dtype("<u8")), 0
+    for number, (blocks, whole) in enumerate(progress(_digests(storage.folder, files), "reading", len(files.groups))):
+        digests[at : at + len(blocks)], digests[files.count + number] = blocks, whole
+        at += len(blocks)
     shard = _shard(storage, files, head, digests)
     contents: Contents = {file: packed / file for file in files.sizes}
     contents |= {BLOCKS_FILE: blocks_file(files.num_digests).header + digests.tobytes(), HEAD: head}
