@@ -382,6 +382,8 @@ def _give_back(
                     break
                 if digests is not None:
                     mine = _damaged(mirror, files, mine, digests)
+                if not mine.size:
+                    continue
                 blocks.remove(mine)
                 for first, stop in runs(mine.tolist()):
                     for piece in files.pieces(np.arange(first, stop)):

@@ -238,7 +238,13 @@ class Mirror(Published):
         first, size, block = self.files.first[name], self.files.sizes[name], self.files.block[name]
         begin, end = np.minimum(np.maximum(begin, 0), size - 1), np.minimum(end, size)  # a forged index tells anything
         low, high = first + begin // block, first + np.maximum(end - 1, begin) // block
-        return np.concatenate([low, high, expanded(low + 1, high)] if (high > low + 1).any() else [low, high])
+        wide = np.flatnonzero(high > low + 1)
+        if not wide.size:
+            return np.concatenate([low, high])
+        wide = wide[np.argsort(low[wide], kind="stable")]
+        stop = np.maximum.accumulate(high[wide])  # each block once, however many ranges hold it
+        begin = np.maximum(low[wide] + 1, np.append(0, stop[:-1]))
+        return np.concatenate([low, high, expanded(begin, stop)])
 
     def blocks_of_rows(self, rows: Rows) -> IntArray:
         """The blocks that hold rows of a field; for a compressed field, rows of its index."""

@@ -189,6 +189,37 @@ def test_what_was_whole_is_looked_at_again_after_a_block_was_given_back(root: Pa
         equal(near, far.batch(**STEPS))
 
 
+def test_a_check_that_finds_nothing_disturbs_no_reader(root: Path, tmp_path: Path) -> None:
+    far = ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path)
+    far.batch(**STEPS)
+    taken = mirror_of(far).whole()
+    assert taken is not None
+    assert check_cache(tmp_path) == {}
+    assert taken.unchanged()
+
+
+def test_ranges_that_lie_over_each_other_take_the_memory_of_their_blocks(root: Path, tmp_path: Path) -> None:
+    mirror, rng = (
+        mirror_of(ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path)),
+        np.random.default_rng(0),
+    )
+    size, first = mirror.files.sizes["data/image.npy"], mirror.files.first["data/image.npy"]
+    for longest in (20_000, 100_000, size):
+        begin = rng.integers(0, size, 20)
+        end = np.minimum(begin + rng.integers(1, longest, 20), size)
+        expected = {
+            first + b for low, high in zip(begin, end, strict=True) for b in range(low // 16384, -(-high // 16384))
+        }
+        assert set(mirror.blocks_of("data/image.npy", begin, end).tolist()) == expected
+    count = 10_000  # of rows of which each tells that it has all bytes
+    tracemalloc.start()
+    try:
+        assert len(mirror.blocks_of("data/image.npy", np.zeros(count, np.int64), np.full(count, size))) < 3 * count
+        assert tracemalloc.get_traced_memory()[1] < 200 * count
+    finally:
+        tracemalloc.stop()
+
+
 def test_wrong_bytes_are_found_whether_a_block_is_checked_or_a_group(root: Path, tmp_path: Path) -> None:
     mirror = mirror_of(ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path))
     data, first = (root / "near" / "data" / "image.npy").read_bytes(), mirror.files.first["data/image.npy"]
