@@ -68,6 +68,7 @@ LEAST_BLOCK = 4096  # bytes: of a page, the least that a file system gives back
 MOST_BLOCKS = (
     1 << 20
 )  # of a shard, unless larger ones are too many, too: 8 MB of digests are fetched before its first row
+MAX_BLOCKS = 1 << 22  # of a shard that readers accept, if some have less than `BLOCK` bytes: they take memory and locks
 PIECE_BYTES = 16 * BLOCK  # the most in one request
 GAP_BYTES = 16 << 10  # blocks at most so many bytes apart are one request: another takes longer than these bytes
 ENTRIES, DATA = "entries", "data/"
@@ -382,7 +383,9 @@ def _block_sizes(content: bytes, files: Mapping[str, int]) -> dict[str, int]:
     with suppress(ValueError, RecursionError, AttributeError):
         sizes: Any = json.loads(content) if len(content) <= MAX_SIZES_BYTES else None
         if sizes.keys() == files.keys() and all(type(size) is int and size in allowed for size in sizes.values()):
-            return {name: sizes[name] for name in files}
+            count = sum(num_blocks(size, sizes[name]) for name, size in files.items())
+            if count <= MAX_BLOCKS or set(sizes.values()) == {BLOCK}:
+                return {name: sizes[name] for name in files}
     raise CorruptBufferError(
         f"{BLOCK_SIZES}: got {content[:80]!r}, expected the sizes of the blocks of {list(files)}; publish it again"
     )

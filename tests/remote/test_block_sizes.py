@@ -273,6 +273,18 @@ def test_sizes_of_many_bytes_are_refused_before_they_are_parsed(root: Path) -> N
         tracemalloc.stop()
 
 
+def test_more_blocks_than_readers_have_locks_for_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, one = layout_of(root), sizes_of_blocks(layout_of(root))
+    count = DataFiles(folder, json.dumps(one).encode()).count
+    monkeypatch.setattr(layout, "MAX_BLOCKS", count - 1)
+    with pytest.raises(CorruptBufferError, match=r"blocks\.json: got"):
+        DataFiles(folder, json.dumps(one).encode())
+    monkeypatch.setattr(layout, "MAX_BLOCKS", 10)
+    assert DataFiles(folder, json.dumps(dict.fromkeys(one, BLOCK)).encode()).count > 10
+    monkeypatch.setattr(layout, "MAX_BLOCKS", count)
+    assert DataFiles(folder, json.dumps(one).encode()).count == count
+
+
 def test_an_interrupted_opening_leaves_no_blocks_of_other_sizes(root: Path, tmp_path: Path) -> None:
     mirror = mirror_of(ReplayBuffer.from_folder(f"file://{root}/far/near", cache=tmp_path))
 
