@@ -478,8 +478,14 @@ class Storage:
         first, suspect = self.first_unsettled, self.state("suspect")
         if first is None:
             return (self.state("synced"), suspect) if suspect else None
-        serials = self.maps.words[:, SERIAL]  # as of now: episodes that are recorded later are not in doubt
-        return first, int(serials[serials < MAX_SERIAL].max(initial=0)) + 1
+        return first, self.written_serials  # as of now: episodes that are recorded later are not in doubt
+
+    @property
+    def written_serials(self) -> int:
+        """Serials below this one are of records that were ever written, valid or not."""
+        words = self.maps.words
+        serials = words[(words[:, SERIAL] < MAX_SERIAL) & (words[:, GENERATION] != 0), SERIAL]
+        return int(serials.max(initial=0)) + 1 if len(serials) else 0
 
     @property
     def in_doubt(self) -> bool:

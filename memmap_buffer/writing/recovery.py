@@ -104,9 +104,7 @@ def _doubts(files: WriteHandles) -> dict[str, int]:
     words = {"clean": 0}
     if first is not None:
         # Also what stands under an odd generation: a redo file may bring it back.
-        serials = files.storage.maps.words.view(RECORD)["serial"]
-        written = serials[serials < MAX_SERIAL]
-        words["suspect"] = max(_following(files), int(written.max(initial=0)) + 1)
+        words["suspect"] = max(_following(files), files.storage.written_serials)
     if not files.power or first == 0:
         words["synced"] = 0
     elif state("clean") and not state("suspect"):

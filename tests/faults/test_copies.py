@@ -203,3 +203,14 @@ def test_a_copy_that_was_made_beside_a_writer_of_steps_serves_no_mixed_row(
         assert {200, 201, 202, 203, 204, 210} <= after
         assert {one.state for one in still_open} == {"open"}
         assert steps_served(source, read_only=True) >= {90, 91, 92, 100, 110, 111, 112, 113, 114}
+
+
+def test_of_a_copy_that_holds_nothing_yet_every_step_of_the_first_episode_is_shown_at_once(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "buffer", 9, 5, {"x": "int"}, publish="step"):
+        shutil.copytree(tmp_path / "buffer", tmp_path / "copy")
+    with ReplayBuffer.from_folder(tmp_path / "copy", publish="step") as buffer:
+        episode = buffer.begin_episode()
+        for t in range(3):
+            episode.store(x=t)
+        assert [one["x"] for _, one in shown(tmp_path / "copy")] == [[0, 1, 2]]
+        assert [one["x"] for _, one in shown(buffer)] == [[0, 1, 2]]
