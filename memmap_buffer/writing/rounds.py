@@ -114,7 +114,7 @@ class Round:
         members: (B,) the environments whose episodes are appended to, ascending.
         slots: (B,) of these episodes.
         lengths: (environments,) of the episodes, which share it.
-        new: the episodes of which nothing is shown yet, by ascending environments.
+        new: the environments, ascending, of whose episodes nothing is shown yet, and these.
         is_whole: whether these are all environments.
         remaining: timesteps up to the longest episode.
         room: how many there is room for on the disk.
@@ -163,7 +163,7 @@ class Round:
     def look(self) -> None:
         """See which environments are members now."""
         members = self._is_member.nonzero()[0]
-        self.new = [self._new[i] for i in sorted(self._new)]
+        self.new = [(i, *self._new[i]) for i in sorted(self._new)]
         self.members, self.slots, self.is_whole = members, self._slot[members], len(members) == self._size
         t, longest = self.lengths[members], self.files.layout.max_timesteps
         self.remaining = longest - int(t.max(initial=0))

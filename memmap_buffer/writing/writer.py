@@ -638,11 +638,11 @@ class Writer:
             joint.prepare()
         try:
             self._settled = False
-            for _, slot_writer in new:
+            for *_, slot_writer in new:
                 slot_writer.write({}, 0, 0)  # no rows yet, but what stands there is void
             joint.write(columns)
             if new:
-                self._show_first(joint, new)
+                self._show_first(joint, new, columns)
             else:
                 joint.show()
                 self._slots.show_round(slots)
@@ -659,12 +659,17 @@ class Writer:
                     self._settle(joint.files)
             raise
 
-    def _show_first(self, joint: Round, new: Sequence[tuple[Episode, SlotWriter]]) -> None:
-        """Show a timestep of a round, which is the first of some of its episodes."""
-        for _, slot_writer in new:
+    def _show_first(
+        self, joint: Round, new: Sequence[tuple[int, Episode, SlotWriter]], columns: Mapping[str, Array]
+    ) -> None:
+        """Show a timestep of a round, which is the first of some of its episodes, and may be their last."""
+        terminated, written = self.schema.terminated, []
+        for i, episode, slot_writer in new:
             slot_writer.write({}, 0, 1, add=False)  # its rows stand there
-        self._prepare([(slot_writer, episode.meta, OPEN) for episode, slot_writer in new], together=True)
-        for episode, slot_writer in new:
+            is_last = terminated is not None and bool(columns[terminated][i].any())
+            written.append((slot_writer, episode.meta, OPEN | TERMINATED * is_last))
+        self._prepare(written, together=True)
+        for _, episode, slot_writer in new:
             episode.serial = slot_writer.serial
         self._commit_pending(joint.files, joint, together=True)
 

@@ -318,3 +318,22 @@ def test_an_end_of_one_environment_takes_as_many_calls_however_many_there_are(
             ]
         calls.append(counts[1] - counts[0])
     assert calls[1] <= calls[0] + 4
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_an_episode_that_terminates_with_its_first_timestep_is_known_to_at_once_and_after_a_kill(
+    tmp_path: Path, num_envs: int
+) -> None:
+    fields = {"x": Field("int", final=True), "terminated": "bool"}
+
+    def record(tell: Any) -> None:
+        buffer = ReplayBuffer(tmp_path / "buffer", 9, 5, fields, publish="step")
+        group = buffer.begin_batch(num_envs)
+        group.store(x=np.arange(num_envs), terminated=np.arange(num_envs) == 0)
+        tell(buffer.batch(n_steps=1)["x"].tolist())
+        os._exit(9)
+
+    assert in_child(record).told == [[0]]
+    with ReplayBuffer.from_folder(tmp_path / "buffer", publish="step") as buffer:
+        buffer.begin_episode().abort()
+        assert buffer.batch(n_steps=1)["x"].tolist() == [0]
