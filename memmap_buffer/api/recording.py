@@ -51,16 +51,17 @@ class Scope(Block, Generic[Opened]):
         self._recording, self._begin = recording, begin
 
     def __enter__(self) -> Opened:  # type: ignore[override]
-        self.thread, self.statement = get_ident(), self._statement
-        scope = self._recording._scopes.get(self.thread)
+        thread, statement = get_ident(), self._statement
+        scope = self._recording._scopes.get(thread)
         if scope is not None and scope.is_open:
             raise EpisodeStateError(
                 "an episode is open already, and `store` could mean either; end it first, or use begin_episode() and "
                 "episode.store() for several side by side"
             )
-        self.opened = self._begin(self.statement)
-        self._recording._scopes[self.thread] = self
-        return self.opened
+        opened = self._begin(statement)
+        self.thread, self.statement, self.opened = thread, statement, opened  # not where it is refused within itself
+        self._recording._scopes[thread] = self
+        return opened
 
     @property
     def is_open(self) -> bool:

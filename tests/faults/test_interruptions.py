@@ -423,6 +423,17 @@ def test_an_episode_within_an_exit_stack_ends_with_it(tmp_path):
         assert content(buffer) == [recorded(1)]
 
 
+def test_a_block_that_is_refused_within_itself_goes_on(tmp_path):
+    with make(tmp_path) as buffer:
+        block = buffer.one_episode(task=2)
+        with block:
+            buffer.store(x=10)
+            with pytest.raises(EpisodeStateError, match="an episode is open already"), block:
+                pass
+            buffer.store(x=11)
+        assert content(buffer) == [recorded(1)]
+
+
 def record_batch_by_handle(buffer: ReplayBuffer, value: int) -> None:
     with buffer.begin_batch(1, task=[value + 1]) as group:
         for t in range(2):
