@@ -124,7 +124,9 @@ def close_abandoned(files: WriteHandles, slots: IntArray) -> None:
             continue  # its steps did not survive a crash of the machine
         flags, length, record = int(table.flags[slot]), int(table.length[slot]), storage.record(slot)
         row = checksum_row(files.layout, storage.checksums_of(slot, length, bool(flags & FINAL)))
-        ended = {"flags": flags & ~OPEN | CUT, "length": length, "stop": length}
+        # Its record may be older than the step that ended it.
+        flags = flags & ~OPEN | CUT | redo.ending(storage, slot, length, {})
+        ended = {"flags": flags, "length": length, "stop": length}
         ended |= {"round": (record["round"] + length - 1) % 2**32, "digest": digest_of(row, record["columns"])}
         # With barriers whatever the durability of this writer: that of the dead one may have been "power".
         files.write_checksums(slot, row)

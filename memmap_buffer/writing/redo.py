@@ -295,7 +295,7 @@ def plan_update(
     if flags & CHECKED and files.checksum:
         row = _open_checksums(storage, slot, length) if flags & OPEN else storage.maps.checksums[slot].tolist()
     if not rows.keys().isdisjoint(layout.schema.ends):
-        record["flags"] = flags & ~(TERMINATED | INNER_END) | _ending(storage, slot, length, rows)
+        record["flags"] = flags & ~(TERMINATED | INNER_END) | ending(storage, slot, length, rows)
     pieces: list[Piece] = []
     for name, new in rows.items():
         first, has_final = storage.start_of(name, slot), layout.schema.fields[name].final and bool(flags & FINAL)
@@ -422,8 +422,8 @@ def _open_checksums(storage: Storage, slot: int, length: int) -> list[int]:
     return row
 
 
-def _ending(storage: Storage, slot: int, length: int, rows: Mapping[str, Steps]) -> int:
-    """The flags that say how an episode ends, once the first timesteps of some fields are replaced."""
+def ending(storage: Storage, slot: int, length: int, rows: Mapping[str, Steps]) -> int:
+    """The flags that say how an episode ends, once some timesteps of some fields are replaced."""
     schema, flags = storage.layout.schema, 0
     for name in schema.ends:
         first = storage.start_of(name, slot)

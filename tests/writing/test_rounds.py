@@ -337,3 +337,19 @@ def test_an_episode_that_terminates_with_its_first_timestep_is_known_to_at_once_
     with ReplayBuffer.from_folder(tmp_path / "buffer", publish="step") as buffer:
         buffer.begin_episode().abort()
         assert buffer.batch(n_steps=1)["x"].tolist() == [0]
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_an_episode_that_terminated_right_before_a_kill_is_drawn_to_its_end(tmp_path: Path, num_envs: int) -> None:
+    fields = {"x": Field("int", final=True), "terminated": "bool"}
+
+    def record(tell: Any) -> None:
+        group = ReplayBuffer(tmp_path / "buffer", 9, 5, fields, publish="step").begin_batch(num_envs)
+        for t in range(3):
+            group.store(x=np.arange(num_envs) * 10 + t, terminated=np.arange(num_envs) == t - 2)
+        os._exit(9)
+
+    in_child(record)
+    with ReplayBuffer.from_folder(tmp_path / "buffer", publish="step") as buffer:
+        buffer.begin_episode().abort()
+        assert sorted(buffer.batch(n_steps=1)["x"].tolist()) == [0, 1, 2, 10, 11][: 2 * num_envs + 1]
