@@ -10,6 +10,7 @@ interrupted too, by the next call: no line of a change needs to run for what com
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -493,8 +494,10 @@ class Writer:
     def _complete(self, episode: Episode, finals: Mapping[str, Array], files: WriteHandles) -> None:
         self._commit_pending(files)
         table = self.storage.refresh()
-        slots = table.visible[table.of(table.serial, table.visible) == episode.serial]
-        self._rewrite([redo.plan_update(files, slot, {}, {}, finals) for slot in slots.tolist()], files)
+        place = bisect_left(table.visible, episode.serial, key=table.serial.item)
+        for slot in table.visible[place : place + 1].tolist():
+            if table.serial.item(slot) == episode.serial:
+                self._rewrite([redo.plan_update(files, slot, {}, {}, finals)], files)
 
     def withdraw(self, episode: Episode) -> None:
         """Forget an aborted episode; steps of it that were published are deleted."""
