@@ -26,7 +26,7 @@ from memmap_buffer.priority.anchor_priorities import AnchorPriorities, SeveralAn
 from memmap_buffer.priority.leaves import Drawn
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import SCALE, Highest, Priorities, StepLeaves
-from memmap_buffer.priority.sum_tree import distinct, load_loops, spread
+from memmap_buffer.priority.sum_tree import DamagedSumsError, distinct, load_loops, spread
 from memmap_buffer.views.anchors import Anchors, Runs
 from memmap_buffer.views.folders import Folders, id_of
 from memmap_buffer.views.gather import Columns
@@ -379,9 +379,12 @@ class PrioritizedDraws:
         places: IntArray | None = None
         drawn: Drawn | None = None
         for _ in range(1 + len(each)):  # each time but the last one the damaged sums of a folder are made anew
-            totals = self._leaves.tree.totals()
-            total = float(np.add.reduce(totals))
-            if not 0 <= np.minimum.reduce(totals, initial=0) <= total < np.inf:
+            tree = self._leaves.tree
+            totals = tree.totals()
+            total = least = totals.item(0)
+            if len(totals) > 1:
+                total, least = float(np.add.reduce(totals)), np.minimum.reduce(totals)
+            if not 0 <= least <= total < np.inf:
                 self._leaves.mend(np.flatnonzero(~((totals >= 0) & (totals < np.inf))))
                 continue
             if not total > 0:
@@ -392,7 +395,11 @@ class PrioritizedDraws:
             if self._only is not None and self.how.replacement:
                 values, shares = spread(batch_size, total, rng, stratified=self.how.stratified), 1 / totals
             else:
-                places, values, shares = self._choose(totals, total, batch_size, rng, alone)
+                try:
+                    places, values, shares = self._choose(totals, total, batch_size, rng, alone)
+                except DamagedSumsError as error:
+                    self._leaves.mend(np.array([(tree.trees or (tree,)).index(error.tree)]))
+                    continue
             drawn = self._leaves.find(places, values)
             if drawn is not None:
                 break
@@ -405,7 +412,11 @@ class PrioritizedDraws:
     def _choose(
         self, totals: FloatArray, total: float, batch_size: int, rng: np.random.Generator, alone: bool
     ) -> tuple[IntArray | None, FloatArray, FloatArray]:
-        """(B,) in which folder each item is, (B,) at which value of its sum, and the third of `_draw`."""
+        """(B,) in which folder each item is, (B,) at which value of its sum, and the third of `_draw`.
+
+        Raises:
+            DamagedSumsError: see `distinct`.
+        """
         stratified, tree = self.how.stratified, self._leaves.tree
         trees = tree.trees or (tree,)
         if self._weights is None or self._only is not None:

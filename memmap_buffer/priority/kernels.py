@@ -122,8 +122,8 @@ def find(words: Any, offsets: Any, first: int, sums: Any, of: Any, values: Any, 
             nodes[i] = node + right - offsets[level, of[i]]
     for i in range(count):
         leaf = offsets[0, of[i]] + nodes[i]
-        priority, eight = words[leaf], leaf - nodes[i] % 8 * beside
-        sound = rest[i] - priority <= 1e-9 * values[i]
+        priority, eight, above = words[leaf], leaf - nodes[i] % 8 * beside, nodes[i] >> 3 * beside
+        sound = (rest[i] - priority <= 1e-9 * values[i]) & (priority <= words[offsets[beside, of[i]] + above])
         for other in range(8):
             sound &= words[eight + other * beside] >= 0
         rest[i] = priority * int(sound)

@@ -652,11 +652,19 @@ NO_SUMS = [-3.0, math.nan, math.inf]
 DAMAGES = [  # of a small tree a leaf; of a large one a leaf, the node above it, and that of the top level
     *((SMALL, 32 + 2, value) for value in NO_SUMS),
     *((LARGE, (1 << 15) + 2, value) for value in [*NO_SUMS, 0.0]),
+    (LARGE, (1 << 15) + 7, math.inf),  # the last of eight
     *((LARGE, 4096, value) for value in [*NO_SUMS, 0.0, 9.0]),
     *((LARGE, 512, value) for value in [*NO_SUMS, 0.0, 9.0, 99.0]),
 ]
 MEANWHILE = [  # too small a node of the top level is seen when the file is opened
-    (3, [(lengths, node, value) for lengths, node, value in DAMAGES if node in (32 + 2, (1 << 15) + 2) and value != 0]),
+    (
+        3,
+        [
+            (lengths, node, value)
+            for lengths, node, value in DAMAGES
+            if node in (32 + 2, (1 << 15) + 2, (1 << 15) + 7) and value != 0
+        ],
+    ),
     (
         298,
         [
@@ -706,19 +714,35 @@ def test_no_batch_is_drawn_by_sums_that_were_damaged_meanwhile(tmp_path, caplog,
             assert_drawn_by_sound_sums(buffer, lengths, caplog)
 
 
+DISTINCT = {"stratified": False, "replacement": False}
+
+
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("how", [{}, {"stratified": False, "replacement": False}], ids=["strata", "distinct"])
-def test_of_several_folders_no_batch_is_drawn_by_damaged_sums(tmp_path, caplog, how):
+@pytest.mark.parametrize("weights", [None, [1, 1]], ids=["alike", "shares"])
+@pytest.mark.parametrize("how", [{}, DISTINCT], ids=["strata", "distinct"])
+@pytest.mark.parametrize(
+    "damages",
+    [
+        [("a", 4096 + 2, -3.0), ("b", 4096 + 2, math.nan)],
+        [("a", 512 + 9, -3.0)],
+        [("a", 512 + 9, math.inf), ("b", 4096 + 2, 0.0)],
+        [("a", 4096 + 2999, math.inf)],
+        [("b", 512 + 9, math.nan), ("a", 4096 + 1500, math.inf)],
+    ],
+)
+def test_of_several_folders_no_batch_is_drawn_by_damaged_sums(tmp_path, caplog, weights, how, damages):
     sizes = {"max_episodes": 10, "max_timesteps": 300}
     buffers = [make(tmp_path / name, *[300] * 10, **sizes) for name in "ab"]
     options = EVERY_STEP | {"prioritized": Prioritized(**HOW, **how)}
-    buffer = ConcatBuffer(buffers)
+    buffer = ConcatBuffer(buffers, weights=weights)
     buffer.sample(1, **options)
-    for name, value in ("a", -3.0), ("b", math.nan):
-        damage(tmp_path / name, 4096 + 2, value)
+    for name, node, value in damages:
+        damage(tmp_path / name, node, value)
+    for number, _ in enumerate(buffers):  # elsewhere, by what it has already
+        buffer.update_priorities(np.array([[number, 7, 0]]), np.array([1 - EPSILON]))
     batch = buffer.sample(5900, **options)
-    assert caplog.text.count("its sums are damaged") == 2
-    assert (batch["_probabilities"] == 1 / 6000).all()
+    assert caplog.text.count("its sums are damaged") == len(damages)
+    np.testing.assert_allclose(batch["_probabilities"], 1 / 6000, rtol=1e-12)
     assert len({*map(tuple, batch["_indices"].tolist())}) == 5900 or not how
 
 
