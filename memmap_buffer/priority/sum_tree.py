@@ -517,4 +517,6 @@ def spread(count: int, total: float, rng: np.random.Generator, *, stratified: bo
         values *= total / max(count, 1)
     else:
         values *= total
+    if total < 1e-290:  # of so small numbers products are rounded beyond it
+        np.minimum(values, total, out=values)
     return values

@@ -230,3 +230,13 @@ def test_of_a_tree_without_priorities_a_leaf_of_zero_is_found_and_no_other_memor
     assert several.totals().tolist() == [0.0, 2.0]
     leaves, priorities = several.find(np.array([0.0, 5.0, 0.0, 2.0]), np.array([0, 0, 1, 1]))
     assert (leaves.tolist(), priorities.tolist()) == ([0, 0, 2999, 2999], [0, 0, 2, 2])
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_values_lie_within_a_sum_of_which_products_are_rounded(stratified, ways):
+    tree = tree_of(6, np.full(6, 1e-323), minima=False)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        values = spread(7, tree.total, rng, stratified=stratified)
+        assert values.max() <= tree.total
+        assert (tree.find(values)[1] == 1e-323).all()
