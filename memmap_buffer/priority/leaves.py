@@ -105,6 +105,7 @@ class Row(NamedTuple):
 
 
 NOWHERE = Row(SumTree.empty(WIDTH), 1, 0, np.zeros(2, np.int64))  # of a folder that is not there
+_NO_PLACE = NOWHERE.place
 
 
 class Leaves:
@@ -120,6 +121,7 @@ class Leaves:
         self._each: Sequence[Any] = ()
         self._stamps: list[int | None] = []
         self._rows: list[Row] = []
+        self._each_place: list[Place] = []  # of the rows: to make one takes 2 us, and there are as many as folders
         self._places: IntArray = np.zeros((8, 0), np.int64)
         self._only: Place | None = None
         self._packed: dict[int, Packed] = {}
@@ -144,14 +146,16 @@ class Leaves:
             return
         self._each = ()  # until all is done
         if len(before) != len(each):
-            before, seen, self._rows = [None] * len(each), [None] * len(each), [NOWHERE] * len(each)
+            before, seen = [None] * len(each), [None] * len(each)
+            self._rows, self._each_place = [NOWHERE] * len(each), [_NO_PLACE] * len(each)
         for i, folder in enumerate(each):
             if folder is not before[i]:
-                self._rows[i], seen[i] = NOWHERE, None
+                self._rows[i], self._each_place[i], seen[i] = NOWHERE, _NO_PLACE, None
         for i, stamp in zip(looked, stamps, strict=True):
             if stamp != seen[i]:
-                self._rows[i], seen[i] = each[i].row(), stamp
-        trees, places = zip(*((row.tree, row.place) for row in self._rows), strict=True)
+                row = each[i].row()
+                self._rows[i], self._each_place[i], seen[i] = row, row.place, stamp
+        trees, places = tuple(row.tree for row in self._rows), self._each_place
         looked_at = trees, [tree.minima for tree in trees]
         if self._single:
             self.tree = trees[0]

@@ -1306,3 +1306,22 @@ def test_the_minimum_is_kept_once_it_was_asked_for(tmp_path, kind):
     buffer.delete(1)
     again.follow()
     assert again.tree.minimum == 1.0
+
+
+def test_of_many_folders_addresses_are_asked_of_those_that_changed(monkeypatch):
+    class Folder:
+        stamp = 0
+
+        def __init__(self, per_slot):
+            self.per_slot = per_slot
+
+        def row(self):
+            return Row(SumTree.empty(8), self.per_slot, 0, np.zeros(2, np.int64))
+
+    asked, place = [], Row.place.fget
+    monkeypatch.setattr(Row, "place", property(lambda row: asked.append(row.per_slot) or place(row)))
+    leaves, each = Leaves(False), [Folder(1), Folder(2), Folder(3)]
+    leaves.look(each)
+    each[1].stamp += 1
+    leaves.look(each)
+    assert asked == [1, 2, 3, 2]
