@@ -2,10 +2,13 @@
 
 import importlib.util
 import itertools
+import shutil
 import sys
+import warnings
 
 import parts
 import pytest
+from azure_server import azure_server, make_container
 from inside import get_inside, loops, set_inside
 from s3_server import make_bucket, s3_server
 
@@ -93,6 +96,32 @@ def s3():
 def bucket(s3):
     """(URL, storage options) of a new bucket."""
     return make_bucket(s3, f"test-{next(NUMBERS)}")
+
+
+@pytest.fixture(scope="session")
+def azure():
+    """The URL of a server of Azure Blob Storage, one for all tests."""
+    pytest.importorskip("adlfs")
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("azurite-blob is not in the PATH: npm install -g azurite")
+    with azure_server(program) as url:
+        yield url
+
+
+@pytest.fixture
+def new_root(request, tmp_path):
+    """`new_root(kind)`: (URL, storage options) of a new root in a store of that kind."""
+
+    def make(kind):
+        if kind == "s3":
+            return request.getfixturevalue("bucket")
+        if kind == "azure":
+            warnings.filterwarnings("ignore", "Sending a large body directly", ResourceWarning)  # azure-core does so
+            return make_container(request.getfixturevalue("azure"), f"test-{next(NUMBERS)}")
+        return f"{kind}://{tmp_path}/url", {}
+
+    return make
 
 
 NUMBERS = itertools.count()

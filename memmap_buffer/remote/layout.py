@@ -30,10 +30,10 @@ nothing but `{"joined": <that shard>, "version": <its own version>}`.
 
 A shard counts once `root.json` lists it, or, read by its own URL, once `shard.json` is there. Both are written only
 when everything that they name is there. Whoever publishes replaces `root.json` on condition that it did not change
-since it was read, where the store can do that (S3's If-Match); in a local folder, while holding the lock of `.lock`.
-Any other store first gets an object of its own for each shard, `entries/<time>.<version>.<shard>.json`, with the bytes
-of `shard.json`; then `root.json` is written with all entries in it, and again until it lacks none. Readers need neither
-the entries nor any listing.
+since it was read, where the store can do that (`If-Match` of S3 and Azure); in a local folder, while holding the lock
+of `.lock`. Any other store first gets an object of its own for each shard, `entries/<time>.<version>.<shard>.json`,
+with the bytes of `shard.json`; then `root.json` is written with all entries in it, and again until it lacks none.
+Readers need neither the entries nor any listing.
 """
 
 from __future__ import annotations

@@ -33,11 +33,16 @@ Range = tuple[str, int, int]
 Result = TypeVar("Result")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/?#\s'\"<>)]*@)?([^?#\s'\"<>)]*)([?#][^\s'\"<>)]*)?")
 _HOPELESS = (ImportError, LookupError, NotImplementedError, PermissionError, TypeError, ValueError)
-_HOPELESS_NAMES = ("NoCredentialsError", "PartialCredentialsError")  # of botocore, which need not be there
+_HOPELESS_NAMES = (  # of botocore and azure-core, which need not be there
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ClientAuthenticationError",
+    "CredentialUnavailableError",
+)
 _RETRIED_STATUS = (408, 425, 429)
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _TIMES = ("LastModified", "mtime", "created", "last_modified", "updated")  # when an object was written, by stores
-_CHANGED_NAMES = ("PreconditionFailed", "ConditionalRequestConflict")
+_CHANGED_NAMES = ("PreconditionFailed", "ConditionalRequestConflict", "ConditionNotMet", "BlobAlreadyExists")
 _file_systems: list[Any] = []  # all that were opened, kept: else a forked child would drop and so close its parent's
 
 
@@ -189,11 +194,13 @@ class Objects:
         new = place if self._writes_whole else f"{place}.{process_id()}.new"
 
         async def send() -> None:
+            options = {"retry_total": 0} if self._is_azure else {}  # as for `_get_from_azure`
             if isinstance(data, Path):
-                options = {"chunksize": max(PART, size // MOST_PARTS)} if self.replaces_on_condition else {}
+                if self._is_s3:
+                    options["chunksize"] = max(PART, size // MOST_PARTS)
                 await self._call("put_file", str(data), new, **options)
             else:
-                await self._call("pipe_file", new, data)
+                await self._call("pipe_file", new, data, **options)
             if new != place:
                 await self._call("mv", new, place)
 
@@ -260,7 +267,7 @@ class Objects:
     @property
     def replaces_on_condition(self) -> bool:
         """Whether the store can refuse to replace an object that has changed."""
-        return hasattr(self._open().fs, "_call_s3")
+        return self._is_s3 or self._is_azure
 
     @property
     def local(self) -> Path | None:
@@ -271,23 +278,42 @@ class Objects:
         """(the bytes of an object, a tag that changes with them); (b"", "") if there is no such object."""
         fs, (bucket, key, _) = self._open().fs, self._open().fs.split_path(self._path(path))
 
-        async def request() -> tuple[bytes, str]:
-            reply = await fs._call_s3("get_object", Bucket=bucket, Key=key)
-            if reply["ContentLength"] > limit:
+        def require(size: int) -> None:
+            if size > limit:
                 raise _Unfit(f"it has more than {limit} bytes", again=False)
+
+        async def from_s3() -> tuple[bytes, str]:
+            reply = await fs._call_s3("get_object", Bucket=bucket, Key=key)
+            require(reply["ContentLength"])
             async with reply["Body"] as body:
                 return await body.read(), reply["ETag"]
 
+        async def from_azure() -> tuple[bytes, str]:
+            data, tag = await _get_from_azure(fs, self._path(path), 0, limit + 1)
+            require(len(data))
+            return data, tag
+
+        request = from_s3 if self._is_s3 else from_azure
         return self._run_or((b"", ""), "read", path, request, min(limit, PART))
 
     def replace_tagged(self, path: str, data: bytes, tag: str) -> bool:
         """Replace an object if its tag is still `tag`, or with "" make one if there is none; False if it is not so."""
         fs, (bucket, key, _) = self._open().fs, self._open().fs.split_path(self._path(path))
-        condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
+
+        async def to_s3() -> None:
+            condition = {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
+            await fs._call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)
+
+        async def to_azure() -> None:
+            from azure.core import MatchConditions
+
+            condition = {"etag": tag, "match_condition": MatchConditions.IfNotModified} if tag else {}
+            async with fs.service_client.get_blob_client(bucket, key) as blob:
+                await blob.upload_blob(data, overwrite=bool(tag), retry_total=0, **condition)
 
         async def request() -> bool:
             try:
-                await fs._call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)
+                await (to_s3() if self._is_s3 else to_azure())
             except Exception as error:
                 if _has_changed(error):
                     return False
@@ -320,6 +346,14 @@ class Objects:
     def _protocols(self) -> tuple[str, ...]:
         protocol = self._open().fs.protocol
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+    @property
+    def _is_s3(self) -> bool:
+        return hasattr(self._open().fs, "_call_s3")
+
+    @property
+    def _is_azure(self) -> bool:
+        return "abfs" in self._protocols
 
     @property
     def _writes_whole(self) -> bool:
@@ -415,6 +449,8 @@ class Objects:
         opened = self._open()
         if hasattr(opened.fs, "encode_url"):
             return await _get_by_http(opened.fs, self._path(path), start, stop, exact)
+        if self._is_azure:
+            return (await _get_from_azure(opened.fs, self._path(path), start, stop))[0]
         data: bytes = await self._call("cat_file", self._path(path), start=start, end=stop)
         return data
 
@@ -463,6 +499,16 @@ async def _get_by_http(fs: Any, url: str, start: int, stop: int, exact: bool) ->
         return bytes(data)
 
 
+async def _get_from_azure(fs: Any, path: str, start: int, stop: int) -> tuple[bytes, str]:
+    """The bytes start … stop - 1 of a blob, and its tag. Not by adlfs: azure-core would wait 15 s before it tries
+    again, so that the time is over before the store's answer is known.
+    """
+    container, key, _ = fs.split_path(path)
+    async with fs.service_client.get_blob_client(container, key) as blob:
+        reply = await blob.download_blob(start, stop - start, retry_total=0)
+        return await reply.readall(), reply.properties.etag
+
+
 def _stored(facts: Mapping[str, Any]) -> Stored:
     """An object by what a file system tells of it."""
     size = facts.get("size")
@@ -487,7 +533,8 @@ def _seconds(value: Any) -> float | None:
 def _status(error: Exception) -> int:
     """The HTTP status that an error is about; 0 if there is none."""
     # fsspec may raise another error, whose cause has the status.
-    statuses = (getattr(cause, "status", None) for cause in (error, error.__cause__))
+    names = ("status", "status_code")  # of aiohttp and most others, of azure-core
+    statuses = (getattr(cause, name, None) for cause in (error, error.__cause__) for name in names)
     return next((status for status in statuses if isinstance(status, int)), 0)
 
 

@@ -127,9 +127,9 @@ def url(template: Path, tmp_path: Path) -> str:
     return f"file://{tmp_path}/url"
 
 
-@pytest.mark.parametrize("kind", ["file", "s3"])
-def test_a_joined_shard_has_what_its_parts_had(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    where, options = request.getfixturevalue("bucket") if kind == "s3" else (f"file://{tmp_path}/url", {})
+@pytest.mark.parametrize("kind", ["file", "s3", "azure"])
+def test_a_joined_shard_has_what_its_parts_had(kind: str, tmp_path: Path, new_root: Any) -> None:
+    where, options = new_root(kind)
     make(tmp_path, where, options)
     expected = episodes(where, tmp_path / "back", options)
     assert len(expected) == 2 * SHARDS
@@ -356,11 +356,11 @@ def test_the_state_of_an_epoch_is_taken_up_by_who_has_the_parts_and_refused_by_o
             fresh.load_state_dict(state, on_stale)
 
 
-@pytest.mark.parametrize("kind", ["file", "s3"])
+@pytest.mark.parametrize("kind", ["file", "s3", "azure"])
 def test_what_is_published_before_any_of_its_writes_is_not_lost(
-    kind: str, template: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    kind: str, template: Path, tmp_path: Path, new_root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, options = request.getfixturevalue("bucket") if kind == "s3" else (f"file://{tmp_path}/url", {})
+    store, options = new_root(kind)
     folders = sorted(template.glob("shard-*"))
     for turn in itertools.count():
         url, turns, publishers = f"{store}-{turn}", itertools.count(), list[threading.Thread]()
@@ -373,7 +373,7 @@ def test_what_is_published_before_any_of_its_writes_is_not_lost(
                 work = functools.partial(publish, folders[2], url, storage_options=options)
                 publishers.append(threading.Thread(target=work))
                 publishers[0].start()
-                publishers[0].join(60 if kind == "s3" else 1)  # it may wait for the lock of the list
+                publishers[0].join(1 if kind == "file" else 60)  # it may wait for the lock of the list
 
         def written(self: Any, *arguments: Any, made: Any = made, meet: Any = meet) -> None:
             meet()

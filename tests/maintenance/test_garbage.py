@@ -154,11 +154,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return place, waste
 
 
-@pytest.mark.parametrize("kind", ["memory", "folder", "file", "s3"])
+@pytest.mark.parametrize("kind", ["memory", "folder", "file", "s3", "azure"])
 def test_what_no_list_names_is_removed_and_nothing_else(
-    kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, new_root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, options = request.getfixturevalue("bucket") if kind == "s3" else (f"{kind}://{tmp_path}/url", {})
+    url, options = new_root(kind)
     waste, store = make(tmp_path, url, options), store_at(url, options)
     assert len(waste) >= 8 + 3 * (kind in ("memory", "folder"))
     before, everything = contents(url, tmp_path / "back", options), store.listing()

@@ -56,7 +56,7 @@ class Plain(LocalFileSystem):
 
 
 fsspec.register_implementation("plain", Plain, clobber=True)
-STORES = ["memory", "plain", "file", "s3"]
+STORES = ["memory", "plain", "file", "s3", "azure"]
 
 
 class Killed(BaseException):
@@ -69,17 +69,15 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=STORES)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+def place(request: pytest.FixtureRequest, new_root: Any) -> dict[str, Any]:
     """The URL and storage options of a new root, as arguments."""
-    if request.param == "s3":
-        url, options = request.getfixturevalue("bucket")
-        return {"url": url, "storage_options": options}
-    return {"url": f"{request.param}://{tmp_path}/url", "storage_options": {}}
+    url, options = new_root(request.param)
+    return {"url": url, "storage_options": options}
 
 
 local = pytest.mark.parametrize("place", ["file"], indirect=True)
 in_memory = pytest.mark.parametrize("place", ["memory"], indirect=True)
-without_plain = pytest.mark.parametrize("place", ["memory", "file", "s3"], indirect=True)
+without_plain = pytest.mark.parametrize("place", ["memory", "file", "s3", "azure"], indirect=True)
 
 
 def objects_of(place: dict[str, Any]) -> Objects:
@@ -397,7 +395,7 @@ def publish_all(folders: list[Path], place: dict[str, Any], go: Any) -> None:
         publish(folder, **place)
 
 
-@pytest.mark.parametrize("place", ["plain", "file", "s3"], indirect=True)
+@pytest.mark.parametrize("place", ["plain", "file", "s3", "azure"], indirect=True)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_publishers_at_the_same_time_lose_nothing(place: dict[str, Any], tmp_path: Path) -> None:
     names = [f"shard-{number:05}" for number in range(6)]

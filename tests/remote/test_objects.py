@@ -30,15 +30,10 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "LONGEST_PAUSE", 0.002)
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
+@pytest.fixture(params=["memory", "file", "s3", "azure"])
+def store(request: pytest.FixtureRequest, new_root: Any) -> Objects:
     """An empty place to write to."""
-    if request.param == "memory":
-        return Objects(f"memory://{tmp_path.name}")
-    if request.param == "file":
-        return Objects(f"file://{tmp_path}/root")
-    bucket = request.getfixturevalue("bucket")
-    return Objects(*bucket)
+    return Objects(*new_root(request.param))
 
 
 @pytest.fixture
@@ -79,7 +74,7 @@ def test_what_is_missing_or_too_large_is_an_error_at_once(store: Objects) -> Non
         store.read_ranges([("a.bin", 2, 9)])
 
 
-@pytest.mark.parametrize("store", ["s3"], indirect=True)
+@pytest.mark.parametrize("store", ["s3", "azure"], indirect=True)
 def test_an_object_is_replaced_on_condition_that_nobody_else_did(store: Objects) -> None:
     assert store.replaces_on_condition
     assert store.read_tagged("root.json", 9) == (b"", "")
@@ -149,6 +144,39 @@ def test_the_end_of_an_object_is_told_from_a_short_answer(server: RangeServer) -
     for start, stop, got in ((99_999, 100_005, "got 1 bytes"), (100_001, 100_005, "it has fewer bytes")):
         with pytest.raises(RemoteError, match=got):
             Objects(server.url, tries=2).read_ranges([("sub/b.bin", start, stop)])
+
+
+@pytest.mark.parametrize(
+    ("fault", "tries", "remedy"), [("503", 2, "check the store"), ("403", 1, "check the credentials")]
+)
+def test_azure_is_asked_as_often_as_said(server: RangeServer, fault: str, tries: int, remedy: str) -> None:
+    pytest.importorskip("adlfs")
+    account = "DefaultEndpointsProtocol=http;AccountName=someone;AccountKey=bm9uZQ=="
+    store = Objects("az://sub", {"connection_string": f"{account};BlobEndpoint={server.url}"}, tries=2, timeout=5)
+    server.fail(fault, 99)
+    for call in (lambda: store.read("b.bin", 9), lambda: store.read_tagged("b.bin", 9)):
+        with pytest.raises(RemoteError, match=rf"HttpResponseError: .*\(tries: {tries}\); {remedy}"):
+            call()
+    assert [request.fault for request in server.requests] == [fault] * 2 * tries
+
+
+@pytest.mark.parametrize("name", ["ClientAuthenticationError", "CredentialUnavailableError"])
+def test_azure_without_a_token_is_not_asked_again(name: str) -> None:
+    pytest.importorskip("adlfs")
+    import azure.core.exceptions
+    import azure.identity
+
+    class WithoutToken:
+        """A credential that has no token, so that nothing is sent."""
+
+        async def get_token(self, *_: str, **__: Any) -> None:
+            raise (vars(azure.core.exceptions) | vars(azure.identity))[name]("no token")
+
+        async def close(self) -> None:
+            pass
+
+    with pytest.raises(RemoteError, match=rf"{name}: no token \(tries: 1\); check the credentials"):
+        Objects("az://sub", {"account_name": "someone", "credential": WithoutToken()}).read("b.bin", 9)
 
 
 def test_no_text_has_a_user_a_password_or_a_query(server: RangeServer) -> None:
