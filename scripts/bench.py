@@ -1,6 +1,7 @@
 """Measure this library against the lower bound that plain numpy, torch and the system set, in one run.
 
-    python scripts/bench.py [--case NAME or GROUP ...] [--repeats N] [--steps N] [--cold-gb G] [--no-peers] [--json]
+    python scripts/bench.py [--case NAME or GROUP ...] [--repeats N] [--steps N] [--cold-gb G] [--json]
+        [--peers FOLDER] [--no-peers]
     python scripts/bench.py priority | shards | episodes | ray [options of their own: --help; also --case shards]
 
 A case measures this library and a bound on the same data. The bound does the same work into a given output, without any
@@ -65,6 +66,8 @@ GROUPS: dict[str, dict[str, Case]] = {
     "remote": {
         "remote-epoch": lambda run: remote.epochs(run, "low-dim"),
         "remote-epoch-image": lambda run: remote.epochs(run, "image"),
+        "remote-peers": lambda run: remote.beside(run, "low-dim"),
+        "remote-peers-image": lambda run: remote.beside(run, "image"),
         "remote-sample": lambda run: remote.samples(run, "low-dim"),
         "remote-sample-image": lambda run: remote.samples(run, "image"),
         "remote-s3": lambda run: remote.by_s3(run, "image"),
@@ -116,6 +119,12 @@ def main() -> None:
     parser.add_argument("--cold-gb", type=float, default=4.0, help="size of the store that is read cold")
     parser.add_argument("--top", type=int, default=9, choices=range(5, 10), help="scale: up to 10^N steps, of holes")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to put the files: a disk with room for them")
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        metavar="FOLDER",
+        help="remote: the environment of mosaicml-streaming, litdata and webdataset, made there if it is not (minutes)",
+    )
     parser.add_argument("--no-peers", action="store_true", help="measure ours and the bounds alone")
     parser.add_argument("--threads", type=int, default=1, help="torch's; more wait for each other on a busy machine")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -125,7 +134,8 @@ def main() -> None:
     if not given.json:
         print(HEAD)
     with workplace(given.folder) as root:
-        run = Run(root, given.repeats, given.steps, int(given.cold_gb * 1e9), given.top, not given.no_peers)
+        sizes = given.repeats, given.steps, int(given.cold_gb * 1e9), given.top
+        run = Run(root, *sizes, not given.no_peers, given.peers)
         for name in chosen(given.case):
             for row in CASES[name](run):
                 print(json.dumps(row.json()) if given.json else row.text(), flush=True)

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.measure import Goal, medians, throughput
+from bench.peer_epoch import Row, steps_of
+from bench.remote import peak_memory
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench.py"
 slow = pytest.mark.slow  # barriers, worker processes, a new interpreter for every opening
@@ -113,3 +116,20 @@ def test_what_is_worked_out_for_several_calls_together_counts(monkeypatch: pytes
 
     assert medians({"ours": every_fourth_is_dear}, repeats=24, burst=8) == {"ours": 2.0}
     assert medians({"ours": every_fourth_is_dear}, 24, before=lambda: None) == {"ours": 0.0}
+
+
+@pytest.mark.parametrize("kind", ["low-dim", "image"])
+def test_a_step_in_a_file_of_webdataset_is_read_as_it_was_written(kind: str) -> None:
+    step = next(steps_of(kind, 0, 1))
+    read = Row(kind)({"bin": b"".join(value.tobytes() for value in step.values())})
+    assert read.keys() == step.keys()
+    for name, value in step.items():
+        np.testing.assert_array_equal(read[name], value, strict=True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells it")
+def test_the_memory_of_an_epoch_is_that_of_the_process_and_its_workers() -> None:
+    worker = "import time; kept = [1] * (8 << 20); time.sleep(1)"
+    main = f"import subprocess, sys; kept = [1] * (8 << 20); subprocess.run([sys.executable, '-c', '{worker}'])"
+    with subprocess.Popen([sys.executable, "-c", main], text=True, start_new_session=True) as process:
+        assert 2 << 26 <= peak_memory(process) < 3 << 26

@@ -168,6 +168,7 @@ class Run:
         root: a folder of our own. repeats: calls of each contender of a short case.
         steps: of the low-dimensional store; that of images has a twentieth. cold: bytes of the store that is read cold.
         top: the scale cases go up to 10^top steps. peers: whether to measure other libraries too.
+        environment: where those are that are measured by an interpreter of their own; None: nowhere.
     """
 
     root: Path
@@ -176,6 +177,7 @@ class Run:
     cold: int
     top: int
     peers: bool
+    environment: Path | None = None
     made: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
     def once(self, key: tuple[str, ...], make: Callable[[], Any]) -> Any:

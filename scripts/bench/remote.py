@@ -17,8 +17,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,16 +28,22 @@ import numpy as np
 
 from bench.data import LONGEST, SCHEMAS, STEPS_OF_A_SHARD, Run, episodes, forge_root, lengths
 from bench.measure import BOUND, OURS, Call, Goal, Row, finish, medians, throughput
-from bench.peers import installed
+from bench.peer_epoch import BATCH, WINDOWS
 from memmap_buffer import ConcatBuffer, ReplayBuffer, pack, publish
 
 LATENCY, BANDWIDTH = 0.02, 1e8  # seconds before each answer; bytes a second of all connections together
 SHARDS, THREADS, PIECE = 4, 16, 4 << 20
-WINDOWS = 8  # the windows of shuffle="block" that an epoch has: it fetches one while the one before is given
 SUPPORT = Path(__file__).parents[2] / "tests" / "support"
-BATCH = 256
 STEPS: dict[str, Any] = {"timestep_level": True}
-MOSAIC = Path(__file__).with_name("mosaic_epoch.py")
+PEER_EPOCH = Path(__file__).with_name("peer_epoch.py")
+PEERS = {"mosaic": "mosaicml-streaming", "litdata": "litdata", "webdataset": "webdataset"}  # name -> package
+S3 = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "key", "AWS_ALLOW_HTTP": "true"}
+ROWS = (
+    ("seconds", "", "s"),
+    ("first", "  first batch", "s"),
+    ("memory", "  peak memory", "MB"),
+    ("sent", "  sent", "MB"),
+)
 
 
 def epochs(run: Run, kind: str) -> Iterator[Row]:
@@ -44,27 +51,42 @@ def epochs(run: Run, kind: str) -> Iterator[Row]:
     with serving(run, kind) as far:
         epoch = Epoch(far)
         calls: dict[str, Call] = {OURS: epoch.cold, "plain GETs": lambda: fetch_all(far.server.url, far.files)}
-        mosaic = (
-            Mosaic(run, far) if run.peers and run.once(("installed", Mosaic.name), lambda: installed(Mosaic)) else None
-        )
         seconds = medians(calls, max(3, run.repeats // 700), burst=1)
-        theirs = {} if mosaic is None else mosaic.epochs(max(1, run.repeats // 1000))
         name, mb = f"remote epoch, shuffle='block', {kind}", far.bytes / 1e6
         seconds[f"{BOUND} line"] = far.bytes / BANDWIDTH
-        seconds |= {f"{who} {workers} workers": told["seconds"] for (who, workers), told in theirs.items()}
         yield throughput(name, seconds, 0.9, per_call=-(-far.steps // BATCH), unit="batches/s")
         told, firsts = statistics.median(epoch.sent) / far.bytes, statistics.median(epoch.first)
-        peers = {f"{who} {workers} workers": told["sent"] / far.bytes for (who, workers), told in theirs.items()}
-        yield finish("  bytes fetched over needed", "", told, None, told, Goal(1.1, at_most=True), peers)
+        yield finish("  bytes fetched over needed", "", told, None, told, Goal(1.1, at_most=True))
         expected = 3 * LATENCY + far.bytes / WINDOWS / BANDWIDTH
-        peers = {f"{who} {workers} workers": 1e3 * told["first"] for (who, workers), told in theirs.items()}
         values = 1e3 * firsts, 1e3 * expected, firsts / expected
-        yield finish("  first batch, over 3 trips and a window", "ms", *values, Goal(1.0, at_most=True), peers)
+        yield finish("  first batch, over 3 trips and a window", "ms", *values, Goal(1.0, at_most=True))
         near, cached = ConcatBuffer.from_root(far.near), epoch.opened()
         consume(cached, far)
         warm: dict[str, Call] = {OURS: lambda: consume(cached, far), f"{BOUND} folders": lambda: consume(near, far)}
         again = medians(warm, max(3, run.repeats // 200), burst=1)
         yield throughput(f"  second epoch, {mb:.0f} MB", again, 0.9, per_call=far.steps, unit="steps/s")
+
+
+def beside(run: Run, kind: str) -> Iterator[Row]:
+    """Cold epochs of this library and of others; the figure is ours over the least of theirs."""
+    if not run.peers or run.environment is None:
+        sys.stderr.write(f"skipped: an epoch beside {', '.join(PEERS.values())}; --peers FOLDER\n")
+        return
+    python = run.once(("environment",), lambda: environment(run.environment))
+    with serving(run, kind) as far:
+        contenders, names = Beside(run, far, python), (OURS, *PEERS)
+        for workers in (0, 2):
+            told: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+            for name in names * max(1, run.repeats // 1000):
+                told[name].append(contenders.epoch(name, workers))
+            load = os.getloadavg()[1]
+            what = f"remote epoch, {kind}, {far.bytes / 1e6:.0f} MB, {workers} workers, load {load:.0f}"
+            for key, title, unit in ROWS:
+                values = {name: statistics.median(one[key] for one in told[name]) for name in names}
+                ours = values.pop(OURS)
+                yield finish(
+                    title or what, unit, ours, None, ours / min(values.values()), Goal(1, at_most=True), values
+                )
 
 
 def samples(run: Run, kind: str) -> Iterator[Row]:
@@ -296,35 +318,77 @@ def fetch(url: str, pieces: list[Piece]) -> int:
     return count
 
 
-class Mosaic:
-    """mosaicml-streaming on the same steps, from the same server, to which it speaks S3."""
+# Beside other libraries
 
-    name, module = "mosaicml-streaming", "streaming"
 
-    def __init__(self, run: Run, far: Published) -> None:
-        self._far, self._key = far, {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "key"}
-        if not (far.far / "mds").exists():
-            self._python(str(far.far / "mds"), far.kind, str(run.steps_of(far.kind)), str(SHARDS))
+class Beside:
+    """Epochs of this library and of the others, of the same steps from the same server, each in a process of its own.
 
-    def epochs(self, repeats: int) -> dict[tuple[str, int], dict[str, float]]:
-        """(name, worker processes) -> medians of the seconds of an epoch, those until its first batch, bytes sent."""
-        told: dict[tuple[str, int], list[dict[str, float]]] = {(self.name, workers): [] for workers in (0, 2)}
-        for _ in range(repeats):
-            for (_, workers), each in told.items():
-                each.append(self._epoch(workers))
-        return {
-            who: {key: statistics.median(one[key] for one in each) for key in each[0]} for who, each in told.items()
-        }
+    Two of the others do not read from plain HTTP, so the server is asked as S3 would be.
+    """
 
-    def _epoch(self, workers: int) -> dict[str, float]:
+    def __init__(self, run: Run, far: Published, python: Path) -> None:
+        self._far, self._python = far, python
+        for name in PEERS:
+            if not (far.far / name).exists():
+                given = str(far.far / name), far.kind, str(run.steps_of(far.kind)), str(SHARDS)
+                subprocess.run([python, PEER_EPOCH, "write", name, *given], check=True, stdout=sys.stderr)
+
+    def epoch(self, name: str, workers: int) -> dict[str, float]:
+        """Of one with nothing in the cache: seconds of it, those until its first batch, peak memory in MB, MB sent."""
+        urls = [self._far.url]
+        if name == "webdataset":  # it has no listing
+            urls = [f"{self._far.url}/{name}/{path.name}" for path in sorted((self._far.far / name).iterdir())]
+        python = sys.executable if name == OURS else self._python
         self._far.server.told()
         with self._far.cache() as local:
-            found: dict[str, float] = json.loads(self._python("s3://mds", str(local), str(workers)))
-        assert found["steps"] == self._far.steps, "an epoch was not whole"
-        return {**found, "sent": self._far.server.told()["sent"]}
+            local.mkdir()
+            given = " ".join(urls), str(local), self._far.kind, str(self._far.steps), str(workers)
+            command = [python, PEER_EPOCH, "read", name, *given]
+            env = {**os.environ, **S3}
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
+            ) as process:
+                peak = peak_memory(process)
+                assert process.stdout is not None
+                found: dict[str, float] = json.loads(process.stdout.read().rstrip().rpartition("\n")[2])
+        same = abs(found["reward"] - self._far.reward) < 1e-6 * self._far.steps
+        assert found["steps"] == self._far.steps and same, f"an epoch of {name} was not whole"
+        return {**found, "memory": peak / 1e6, "sent": self._far.server.told()["sent"] / 1e6}
 
-    def _python(self, *arguments: str) -> str:
-        env = {**os.environ, **self._key, "S3_ENDPOINT_URL": self._far.server.url}
-        command = [sys.executable, str(MOSAIC), *arguments]
-        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
-        return said.rstrip().rpartition("\n")[2]
+
+def environment(folder: Path) -> Path:
+    """The interpreter of an environment with the other libraries, which is made where it is not there."""
+    python = folder.absolute() / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        torch = f"torch=={version('torch').partition('+')[0]}"  # first: what needs it would bring one of its own
+        for packages in ([torch], [torch, *PEERS.values()]):
+            subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True, stdout=sys.stderr)
+    return python
+
+
+def peak_memory(process: subprocess.Popen[str]) -> int:
+    """The most bytes, pages of files aside, that a process and all of its session had until it ended; 0 without /proc.
+
+    What several of them share counts once. Pages of files are what the system takes back, those of a cache among them.
+    """
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, sum(map(memory_of, processes_of(process.pid))))
+        time.sleep(0.1)
+    return peak
+
+
+def processes_of(session: int) -> Iterator[Path]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                yield folder
+
+
+def memory_of(process: Path) -> int:
+    with suppress(OSError):
+        lines = dict(line.split(":", 1) for line in (process / "smaps_rollup").read_text().splitlines()[1:])
+        return sum(1024 * int(lines[part].split()[0]) for part in ("Pss_Anon", "Pss_Shmem"))
+    return 0
