@@ -78,14 +78,21 @@ def beside(run: Run, kind: str) -> Iterator[Row]:
         for workers in (0, 2):
             told: dict[str, list[dict[str, float]]] = {name: [] for name in names}
             for name in names * max(1, run.repeats // 1000):
-                told[name].append(contenders.epoch(name, workers))
+                if found := contenders.epoch(name, workers):
+                    told[name].append(found)
             load = os.getloadavg()[1]
             what = f"remote epoch, {kind}, {far.bytes / 1e6:.0f} MB, {workers} workers, load {load:.0f}"
             for key, title, unit in ROWS:
-                values = {name: statistics.median(one[key] for one in told[name]) for name in names}
+                values = {name: statistics.median(one[key] for one in told[name]) for name in names if told[name]}
                 ours = values.pop(OURS)
                 yield finish(
-                    title or what, unit, ours, None, ours / min(values.values()), Goal(1, at_most=True), values
+                    title or what,
+                    unit,
+                    ours,
+                    None,
+                    ours / min(values.values(), default=ours),
+                    Goal(1, at_most=True),
+                    values,
                 )
 
 
@@ -334,8 +341,8 @@ class Beside:
                 given = str(far.far / name), far.kind, str(run.steps_of(far.kind)), str(SHARDS)
                 subprocess.run([python, PEER_EPOCH, "write", name, *given], check=True, stdout=sys.stderr)
 
-    def epoch(self, name: str, workers: int) -> dict[str, float]:
-        """Of one with nothing in the cache: seconds of it, those until its first batch, peak memory in MB, MB sent."""
+    def epoch(self, name: str, workers: int) -> dict[str, float] | None:
+        """Of a cold one: seconds, those until its first batch, peak memory in MB, MB sent; None where theirs failed."""
         urls = [self._far.url]
         if name == "webdataset":  # it has no listing
             urls = [f"{self._far.url}/{name}/{path.name}" for path in sorted((self._far.far / name).iterdir())]
@@ -351,7 +358,11 @@ class Beside:
             ) as process:
                 peak = peak_memory(process)
                 assert process.stdout is not None
-                found: dict[str, float] = json.loads(process.stdout.read().rstrip().rpartition("\n")[2])
+                said = process.stdout.read()
+        if process.returncode and name != OURS:
+            sys.stderr.write(f"failed: an epoch of {name} with {workers} workers, see above\n")
+            return None
+        found: dict[str, float] = json.loads(said.rstrip().rpartition("\n")[2])
         same = abs(found["reward"] - self._far.reward) < 1e-6 * self._far.steps
         assert found["steps"] == self._far.steps and same, f"an epoch of {name} was not whole"
         return {**found, "memory": peak / 1e6, "sent": self._far.server.told()["sent"] / 1e6}
