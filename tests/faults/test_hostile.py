@@ -921,7 +921,8 @@ def test_priorities_of_billions_of_steps_in_memory_are_refused(tmp_path: Path) -
         buffer = ReplayBuffer.from_folder(tmp_path / "buffer", read_only=True)
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (2**36, hard))
-        with pytest.raises(SchemaError, match=r"priorities of 4294967296 steps take 96 GiB.*open it to write"):
+        # Which of the two looks refuses them depends on how much memory is free.
+        with pytest.raises(SchemaError, match=r"(4294967296 steps take 96 GiB|GiB of memory).*open (it|the folder) to"):
             buffer.sample(4, timestep_level=True, prioritized=Prioritized())
 
     assert in_child(child).status == 0

@@ -90,7 +90,7 @@ def test_a_url_tells_its_shards_its_speed_and_what_was_fetched(folder: Path, tmp
     assert (shard.episodes, shard.steps) == (len(STEPS), sum(STEPS))
     store = measure_store(url, 0.01)
     assert (store.shards, store.episodes, store.steps, store.ranges) == (1, len(STEPS), sum(STEPS), True)
-    assert store.at_once > 1 and store.block_bytes < store.read_ahead
+    assert store.at_once > 1 and max((store.block_bytes or {}).values()) < store.read_ahead
     assert fetched_of([shard], cache) == (0, 0)
     with ReplayBuffer.from_folder(f"{url}/buffer", cache=cache) as buffer:
         buffer.batch()
