@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -356,9 +357,13 @@ class Beside:
             with subprocess.Popen(
                 command, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
             ) as process:
-                peak = peak_memory(process)
-                assert process.stdout is not None
-                said = process.stdout.read()
+                try:
+                    peak = peak_memory(process)
+                    assert process.stdout is not None
+                    said = process.stdout.read()
+                finally:  # a session of its own hears no Ctrl-C, and workers may outlive it
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
         if process.returncode and name != OURS:
             sys.stderr.write(f"failed: an epoch of {name} with {workers} workers, see above\n")
             return None
