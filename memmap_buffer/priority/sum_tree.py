@@ -274,7 +274,7 @@ class SumTree:
         with np.errstate(invalid="ignore"):  # an infinite node is a damaged one
             leaves, priorities, rest, above, eight = self._descend(nodes, left_over, of, careful=False)
             least = eight.item(eight.argmin()) if len(eight) else 0  # in half the time of `min`; NaN if there is one
-            if all_of(rest < priorities) and all_of(priorities <= above) and least >= 0:
+            if all_of((rest < priorities) & (priorities <= above)) and least >= 0:
                 return leaves, priorities
             # Rounding may have left a value at the end of a node, by some billionth of it.
             leaves, priorities, rest, above, eight = self._descend(nodes, left_over, of, careful=True)
