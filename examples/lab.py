@@ -9,8 +9,9 @@ when it began, each once; the last epoch has every episode that was ever recorde
 
 The hosts are simulated on this machine. As root on Linux each has a network, a name, process numbers and files that no
 other one sees (`hosts.py`), else a folder of its own and nothing more; the first line says which. Three record, the
-fourth trains. The store is moto's server of S3 where it is installed (`pip install 'moto[server]' s3fs`), which is
-stopped by a signal; else a shared folder, which nothing stops.
+fourth trains. The environment needs `pip install 'memmap-buffer[gymnasium]'`. The store is moto's server of S3 where it
+is installed (`pip install 'moto[server]'`, and then `'memmap-buffer[gymnasium,s3]'`), which a signal stops; else a
+shared folder, which nothing stops.
 """
 
 from __future__ import annotations

@@ -65,9 +65,8 @@ MERGED, MERGED_BYTES = 1024, 1 << 26  # the most shards, and bytes, whose heads 
 MAX_HEAD_BYTES = 1 << 31
 MAX_SIZES_BYTES = 1 << 22  # of `blocks.json`, which names each field of a schema three times at most
 LEAST_BLOCK = 4096  # bytes: of a page, the least that a file system gives back
-MOST_BLOCKS = (
-    1 << 20
-)  # of a shard, unless larger ones are too many, too: 8 MB of digests are fetched before its first row
+# Of a shard, unless larger ones are too many, too: 8 MB of digests are fetched before its first row.
+MOST_BLOCKS = 1 << 20
 MAX_BLOCKS = 1 << 22  # of a shard that readers accept, if some have less than `BLOCK` bytes: they take memory and locks
 PIECE_BYTES = 16 * BLOCK  # the most in one request
 GAP_BYTES = 16 << 10  # blocks at most so many bytes apart are one request: another takes longer than these bytes
