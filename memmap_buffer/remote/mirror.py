@@ -574,9 +574,8 @@ def _bring_quietly(wanted: Wanted, begun: Callable[[], None]) -> None:
         if chosen and all(mirror.cache.has_room_beside(size) for mirror in chosen):
             fetch(chosen, begun)
             begun()
-            bring(
-                [(s, r) for s, r in wanted if any(e.name in s.layout.coded for e in r)], in_groups=True
-            )  # their blobs
+            blobs = [(s, rows) for s, rows in wanted if any(each.name in s.layout.coded for each in rows)]
+            bring(blobs, in_groups=True)
 
 
 class Taken(list[tuple[Mirror, Blocks, IntArray, Words]]):

@@ -90,7 +90,7 @@ class EpisodeGroup(Block):
                 episode.refuse()
         joint = self._round = self._round or self._new_round()
         if joint is not None:
-            self._join(joint.strangers(self.episodes))
+            self._join([i for i, each in enumerate(self.episodes) if each.lengths is not joint.lengths])
         if joint is None or not joint.is_whole or joint.remaining <= 0:
             writer.require_within(1 + max(episode.length for episode in self.episodes))
         try:

@@ -8,7 +8,7 @@ timesteps are written one by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -138,15 +138,11 @@ class Round:
         if not slot_writer.published:
             self._new[i] = episode, slot_writer
         self._look_at(i)
-        episode.share_length(self.lengths, i)  # last: interrupted before it, it is a stranger still
+        episode.share_length(self.lengths, i)  # last: interrupted before it, the episode joins once more
 
     def without(self, environments: IntArray) -> IntArray:
         """The environments of these that are no members."""
         return environments[~self._is_member[environments]]
-
-    def strangers(self, episodes: Sequence[Episode]) -> list[int]:
-        """The environments whose episodes are no members, or were appended to by others."""
-        return [i for i, episode in enumerate(episodes) if episode.lengths is not self.lengths]
 
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""

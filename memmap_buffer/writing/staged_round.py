@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -65,11 +65,7 @@ class StagedRound:
         episode.stand_in(columns)
         self._is_member[i] = True
         self._episodes[i] = episode
-        episode.share_length(self.lengths, i)  # last: interrupted before it, it is a stranger still
-
-    def strangers(self, episodes: Sequence[Episode]) -> list[int]:
-        """The environments whose episodes are no members, or were appended to by others."""
-        return [i for i, episode in enumerate(episodes) if episode.lengths is not self.lengths]
+        episode.share_length(self.lengths, i)  # last: interrupted before it, the episode joins once more
 
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""
