@@ -390,7 +390,8 @@ class Recording(Editing):
             finally:
                 if self._errors:
                     self._settle_errors()
-            self._finish_shard_if_due()
+            if self._publisher is not None:
+                self._finish_shard_if_due()
 
     def _go_on(self, stream: EpisodeStream, values: Mapping[str, Any], priority: Any, name: str) -> bool:
         """`EpisodeStream.go_on` for a timestep that is given with its errors; False: the slow way must be taken."""

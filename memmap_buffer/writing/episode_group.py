@@ -5,7 +5,7 @@ What an episode's timesteps are is `episode`'s; how it becomes visible is the wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from threading import get_ident
 from typing import Any
@@ -14,12 +14,10 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError, SchemaError
-from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.open_episodes import ended_statement
 from memmap_buffer.schema import Field
-from memmap_buffer.writing.episode import Appended, Block, Episode
+from memmap_buffer.writing.episode import Block, Episode
 from memmap_buffer.writing.rounds import Round
-from memmap_buffer.writing.staged_round import StagedRound
 from memmap_buffer.writing.steps import Steps
 from memmap_buffer.writing.validation import add_defaults, whole_final
 from memmap_buffer.writing.writer import Writer
@@ -42,11 +40,9 @@ class EpisodeGroup(Block):
         self.thread = get_ident()
         self._writer, self._limit = writer, writer.max_timesteps
         self._size = len(self.episodes) if size is None else size
-        # What appends to several episodes together; None where that cannot be, or is to be seen.
-        self._round: Round | StagedRound | None = None
+        self._round: Round | None = None  # what appends to the episodes together, once it is needed
         self._missing: object = None  # steps that were given, and may not all be stored
         self._following: dict[str, Array] = {}  # what was seen after the last step
-        self._before: IntArray | None = None  # the lengths that staged episodes go back to
 
     def __len__(self) -> int:
         return self._size
@@ -88,15 +84,14 @@ class EpisodeGroup(Block):
         for episode in self.episodes:
             if episode.state != "open" or episode.ended or episode.finals:
                 episode.refuse()
-        joint = self._round = self._round or self._new_round()
-        if joint is not None:
-            self._join([i for i, each in enumerate(self.episodes) if each.lengths is not joint.lengths])
-        if joint is None or not joint.is_whole or joint.remaining <= 0:
-            writer.require_within(1 + max(episode.length for episode in self.episodes))
+        joint = self._round = self._round or writer.new_round(self._size)
+        self._join(joint, [i for i, each in enumerate(self.episodes) if each.lengths is not joint.lengths])
+        if joint.remaining <= 0:
+            writer.require_within(1 + self._limit)
         try:
             if not self._append_to_all(columns):
-                self._missing = self
-                self._append_some(Steps.of(self.schema, columns, {}))
+                self._missing = steps = Steps.of(self.schema, columns, {})
+                self._append_some(joint, steps)
             self._missing = None
         except BaseException:  # now, as a member may be given a step of its own next
             with suppress(MemmapBufferError, OSError):  # of a disk that is full, say: then the next call does it
@@ -176,25 +171,38 @@ class EpisodeGroup(Block):
             if np.count_nonzero(columns[name]):
                 return False
         self._missing, self._following = self, {}
-        if isinstance(joint, StagedRound):
-            joint.append(columns)
-        else:
-            self._writer.append_round(joint, columns)
+        joint.append(columns)
         return True
 
-    def _append_some(self, steps: Steps) -> None:
+    def _append_some(self, joint: Round, steps: Steps) -> None:
         """Append timesteps up to the next end: for all environments or for none."""
-        joint = self._round
-        if isinstance(joint, StagedRound):
-            self._append_staged(joint, steps, self._stop(steps) if self._writer.how.stage == "ram" else steps.done + 1)
-        else:
-            self._append_shown(joint, steps)
+        chosen = steps.recorded
+        strangers = joint.without(chosen if joint.shows else np.arange(self._size)).tolist()
+        if steps.meta and joint.shows:
+            self._begin_with_meta(steps, strangers)
+        self._join(joint, strangers)
+        start, stop = steps.done, self._stop(joint, steps)
+        self._require_lists(steps, stop)
+        if not len(chosen):
+            steps.end_to_store()
+            steps.done = stop
+            return
+        steps.begin_to_store(self.episodes[chosen.item(0)])
+        try:
+            joint.extend({name: rows[start:stop] for name, rows in steps.fields.items()}, chosen)
+        finally:
+            self._account_for(steps)
 
-    def _stop(self, steps: Steps) -> int:
+    def _join(self, joint: Round, environments: Sequence[int]) -> None:
+        """Append to the episodes of some environments together with others from now on; those that left are out."""
+        if environments or not joint.is_whole:
+            joint.join({i: self.episodes[i] for i in environments})
+
+    def _stop(self, joint: Round, steps: Steps) -> int:
         """Up to which timestep all can be stored at once: only the last of them may end an episode, or be left out."""
         if len(steps.recorded) < self._size:
             return steps.done + 1
-        stop = min(len(steps.ends), steps.done + (self._limit if self._round is None else self._round.remaining))
+        stop = min(len(steps.ends), steps.done + min(joint.most, joint.remaining))
         ended = np.flatnonzero(steps.ends[steps.done : stop].any(axis=1))
         return steps.done + int(ended[0]) + 1 if ended.size else stop
 
@@ -206,92 +214,38 @@ class EpisodeGroup(Block):
 
     def _settle(self) -> None:
         """Whatever interrupted a step: all environments have it or none."""
-        if isinstance(self._round, StagedRound):
-            self._take_back(self._round)
         self._round = None
         for episode in self.episodes:
             if episode.state == "open":
                 self._writer.follow(episode)
+        if isinstance(self._missing, Steps):
+            self._account_for(self._missing)
 
-    def _new_round(self) -> Round | StagedRound | None:
-        if self._writer.how.publish == "step":
-            return self._writer.new_round(self._size)
-        return StagedRound(self.schema, self._size, self._limit)
-
-    def _join(self, environments: Sequence[int]) -> None:
-        """Append to the episodes of some environments together with others from now on, as far as that can be."""
-        joint = self._round
-        if joint is None or (joint.is_whole and not environments):
-            return
-        for i in environments:
-            joint.leave(i)  # all of them first: what stands in the round of one that others appended to is old
-        if isinstance(joint, Round):
-            self._writer.join(joint, {i: self.episodes[i] for i in environments})
-        else:
-            for i in environments:
-                joint.join(i, self.episodes[i])
-        joint.look()
-
-    def _append_staged(self, joint: StagedRound, steps: Steps, stop: int) -> None:
-        """Store timesteps up to `stop`, of which only the last may end an episode: for all of them or for none."""
-        start, chosen = steps.done, steps.recorded
-        self._require_lists(steps, stop)
-        joint.prepare(stop - start)
-        self._before = joint.lengths.copy()
-        try:
-            joint.extend({name: rows[start:stop] for name, rows in steps.fields.items()}, chosen)
-            self._tell_of_ends(steps, stop - 1)
-        except BaseException:
-            self._take_back(joint)
-            raise
-        steps.done, self._before = stop, None
-
-    def _take_back(self, joint: StagedRound) -> None:
-        """Drop the timesteps that were not stored for all environments."""
-        if self._before is not None:
-            joint.back_to(self._before)
-        joint.look()
-        self._before = None
+    def _account_for(self, steps: Steps) -> None:
+        """Tell what is to be known of timesteps that were stored, once."""
+        if steps.count():
+            self._tell_of_ends(steps, steps.done - 1)
+            steps.end_to_store()
 
     def _require_lists(self, steps: Steps, stop: int) -> None:
         """Raise EpisodeStateError where lists have no room, before any environment has a timestep."""
         for i in steps.recorded.tolist() if self.schema.lists else ():
-            rows = {name: steps.fields[name][steps.done : stop, i] for name in self.schema.lists}
+            rows = {name: [*steps.fields[name][steps.done : stop, i]] for name in self.schema.lists}
+            if steps.following and (
+                steps.ends[stop - 1, i] or self.episodes[i].length + stop - steps.done == self._limit
+            ):
+                for name in self.schema.final_names & rows.keys():
+                    rows[name].append(steps.following[name][stop - 1, i])
             self.episodes[i].require_lists(rows)
 
-    def _append_shown(self, joint: Round | None, steps: Steps) -> None:
-        """Store one timestep, which is shown at once: for all environments or for none."""
-        at, chosen = steps.done, steps.recorded
-        self._require_lists(steps, at + 1)
-        first = self.episodes[chosen[0]] if len(chosen) else None
-        length = 0 if first is None else first.length
-        if joint is not None:
-            strangers = joint.without(chosen).tolist()
-            for i in strangers:
-                self._begin_with_meta(steps, i)
-            self._join(strangers)
-        try:
-            if first is not None and joint is None:
-                self._writer.append([self._appended(steps, i) for i in chosen.tolist()])
-            elif joint is not None and first is not None:
-                self._writer.append_round(joint, {name: rows[at] for name, rows in steps.fields.items()})
-        finally:
-            steps.done += first is None or first.length > length
-        self._tell_of_ends(steps, at)
-
-    def _appended(self, steps: Steps, i: int) -> Appended:
-        """The next timestep of an environment, with the meta fields that its episode begins with."""
-        at = steps.done
-        self._begin_with_meta(steps, i)
-        return self.episodes[i].to_append({name: rows[at : at + 1, i] for name, rows in steps.fields.items()})
-
-    def _begin_with_meta(self, steps: Steps, i: int) -> None:
-        """Give an episode that begins the meta fields of its first timestep, from which on it may be visible."""
-        if steps.meta and not self.episodes[i].length:
-            self.episodes[i].set_meta({name: values[steps.done, i] for name, values in steps.meta.items()})
+    def _begin_with_meta(self, steps: Steps, environments: Iterable[int]) -> None:
+        """Give episodes that begin the meta fields of their first timestep, from which on they may be visible."""
+        for i in environments:
+            if not self.episodes[i].length:
+                self.episodes[i].set_meta({name: values[steps.done, i] for name, values in steps.meta.items()})
 
     def _tell_of_ends(self, steps: Steps, at: int) -> None:
-        """Tell episodes that they ended with a timestep, and what else is known with it."""
+        """Tell episodes that they ended with a timestep, and what else is known with it; twice is fine."""
         chosen, joint = steps.recorded, self._round
         ended = chosen[steps.ends[at, chosen]].tolist()
         for i in ended:
@@ -300,5 +254,5 @@ class EpisodeGroup(Block):
         none_is_full = joint is not None and joint.remaining > 0
         for i in ended if none_is_full else chosen.tolist() if steps.following else ():
             episode = self.episodes[i]
-            if steps.following and (episode.ended or episode.length == self._limit):
+            if steps.following and not episode.finals and (episode.ended or episode.length == self._limit):
                 episode.set_final({name: rows[at, i] for name, rows in steps.following.items()})

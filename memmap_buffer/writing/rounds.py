@@ -1,15 +1,16 @@
-"""A timestep of several environments at once: one store per field into the mapped files, one word per episode.
+"""Several environments whose episodes are appended to together: what is known of them, and the ways to show each step.
 
-A store into a map kills the process where a block of its page is not there and the disk is full. So the blocks of some
-timesteps to come are allocated first, which raises where there is no room; then stores go where they can only succeed,
-on file systems that overwrite in place. Rows of a page and more are written. Elsewhere, and under durability "power",
-timesteps are written one by one.
+Of `MappedRound` a timestep is one store per field into the mapped files, and one word per episode. A store kills the
+process where a block of its page is not there and the disk is full. So the blocks of some timesteps to come are
+allocated first, which raises where there is no room; then stores go where they can only succeed, on file systems that
+overwrite in place. Rows of a page and more are written. Elsewhere, and under durability "power", the steps of each
+episode are written (`WrittenRound`). Those that are not shown yet stay in memory (`staged_round`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -22,12 +23,113 @@ from memmap_buffer.schema import Field
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles
 from memmap_buffer.writing.episode import Episode
 
+if TYPE_CHECKING:
+    from memmap_buffer.writing.writer import Writer
+
 WIDE = 1 << 12  # bytes of a row from which a write costs half of the page faults that a store meets in fresh pages
 AHEAD = 1 << 18  # bytes of a field that are allocated at a time, at most: as many as the episode has
 STEP = 1 << 32
 ONE_STEP = np.uint64(STEP)
 # A field: its name; its rows, one behind the other; the dtype of a row where it is taken for bytes; its `final`.
 Rows: TypeAlias = tuple[str, Array, np.dtype[Any] | None, bool]
+
+
+class Round:
+    """Several environments, the episodes of which are appended to together: all of them get a timestep, or none.
+
+    It is prepared for a timestep, takes it, and shows it; the kinds differ in where the rows go. `look` follows once
+    for several that join or leave.
+
+    Args:
+        writer: of the episodes.
+        size: how many environments there are.
+
+    Attributes:
+        members: (B,) the environments whose episodes are appended to, ascending.
+        is_whole: whether these are all environments.
+        lengths: (environments,) of the episodes, which share it.
+        remaining: timesteps up to the longest episode.
+        room: how many there is room for.
+        most: how many it takes together.
+        shows: whether each is shown at once. Then an episode joins with its first one.
+    """
+
+    most, shows = 1, True
+
+    def __init__(self, writer: Writer, size: int) -> None:
+        self._writer, self._size, self._longest = writer, size, writer.max_timesteps
+        self._episodes: dict[int, Episode] = {}
+        self._is_member = np.zeros(size, np.bool_)
+        # By environment, how long its episode is, and the timestep before which there is room.
+        self.lengths, self._until = np.zeros((2, size), np.int64)
+        self.look()
+
+    def join(self, episodes: Mapping[int, Episode]) -> None:
+        """Append to the open episodes of some environments from now on."""
+        for i in episodes:
+            self.leave(i)  # all of them first: what stands here of one that others appended to is old
+        self._take_in(episodes)
+        for i, episode in episodes.items():
+            self._episodes[i] = episode
+            self._is_member[i] = True
+            episode.share_length(self.lengths, i)  # last: interrupted before it, the episode joins once more
+        self.look()
+
+    def _take_in(self, episodes: Mapping[int, Episode]) -> None:
+        """Know the lengths of some open episodes, and up to which timestep there is room."""
+        raise NotImplementedError
+
+    def without(self, environments: IntArray) -> IntArray:
+        """The environments of these that are no members."""
+        return environments[~self._is_member[environments]]
+
+    def leave(self, i: int) -> None:
+        """The episode of an environment is appended to no longer, once `look` was called."""
+        episode = self._episodes.get(i)
+        if episode is not None and episode.lengths is self.lengths:
+            episode.own_length()
+        self._is_member[i] = self.is_whole = False
+        self._episodes.pop(i, None)
+
+    def look(self) -> None:
+        """See which environments are members now."""
+        self.members = members = self._is_member.nonzero()[0]
+        self.is_whole = len(members) == self._size
+        lengths = self.lengths[members]
+        self.remaining = self._longest - int(lengths.max(initial=0))
+        self.room = int((self._until[members] - lengths).min(initial=self._longest))
+
+    def append(self, columns: Mapping[str, Array]) -> None:
+        """Append one timestep to each episode: field -> (environments, *field).
+
+        Raises OSError: it could not be written; none has it.
+        """
+        raise NotImplementedError
+
+    def extend(self, columns: Mapping[str, Array], chosen: IntArray) -> None:
+        """Append timesteps, `most` of them at most: field -> (T, environments, *field).
+
+        Args:
+            columns: see there.
+            chosen: the environments that they are of; if they are shown, all `members`.
+        """
+        self.append({name: rows[0] for name, rows in columns.items()})
+
+
+class WrittenRound(Round):
+    """Several environments, whose steps are written to the slot of each episode, and shown at once."""
+
+    def _take_in(self, episodes: Mapping[int, Episode]) -> None:
+        for i, episode in episodes.items():
+            self.lengths[i], self._until[i] = episode.length, self._longest
+
+    def append(self, columns: Mapping[str, Array]) -> None:
+        """See `Round`."""
+        fields, appended = self._writer.schema.fields, []
+        for i in self.members.tolist():
+            appended.append(self._episodes[i].to_append({name: columns[name][i : i + 1] for name in fields}))
+        self._writer.append(appended)
+        self.look()
 
 
 class MappedFiles:
@@ -100,70 +202,44 @@ class MappedFiles:
         return stop
 
 
-class Round:
-    """Several environments, the episodes of which are appended to together: every timestep is shown at once.
-
-    To take one in, or to let go of one, takes two calls however many there are; `look` follows once for several.
+class MappedRound(Round):
+    """Several environments, whose steps are stored into mapped files, and shown at once.
 
     Args:
+        writer: of the episodes.
+        size: how many environments there are.
         files: the open files.
         maps: the same, mapped.
-        size: how many environments there are.
 
     Attributes:
-        members: (B,) the environments whose episodes are appended to, ascending.
-        slots: (B,) of these episodes.
-        lengths: (environments,) of the episodes, which share it.
+        slots: (B,) of the episodes of `members`.
         new: the environments, ascending, of whose episodes nothing is shown yet, and these.
-        is_whole: whether these are all environments.
-        remaining: timesteps up to the longest episode.
-        room: how many there is room for on the disk.
+        room: timesteps for which there is room on the disk.
     """
 
-    def __init__(self, files: WriteHandles, maps: MappedFiles, size: int) -> None:
-        self.files, self.maps, self._size = files, maps, size
-        self._pairs: dict[int, tuple[Episode, SlotWriter]] = {}
-        self._new: dict[int, tuple[Episode, SlotWriter]] = {}  # of these, where the next timestep is the first
-        self._is_member = np.zeros(size, np.bool_)
+    def __init__(self, writer: Writer, size: int, files: WriteHandles, maps: MappedFiles) -> None:
+        self.files, self.maps = files, maps
+        self._slot_writers: dict[int, SlotWriter] = {}  # by environment
         self._fields = maps.fields_of(size)
         self._all: Words | None = None  # of each slot, what is shown of it once its step is, while that is under way
-        # By environment, the slot, the timestep that is next, and the one before which there is room on the disk.
-        self._slot, self.lengths, self._until = np.zeros((3, size), np.int64)
-        self.look()
+        self._slot = np.zeros(size, np.int64)
+        super().__init__(writer, size)
 
-    def join(self, i: int, episode: Episode, slot_writer: SlotWriter) -> None:
-        """Append to the open episode of an environment once `look` was called."""
-        self._is_member[i] = True
-        self._pairs[i] = episode, slot_writer
-        if not slot_writer.published:
-            self._new[i] = episode, slot_writer
-        self._look_at(i)
-        episode.share_length(self.lengths, i)  # last: interrupted before it, the episode joins once more
+    def _take_in(self, episodes: Mapping[int, Episode]) -> None:
+        self._slot_writers |= self._writer.slot_writers_of(episodes, self.files)
+        self._look_at(episodes)
 
-    def without(self, environments: IntArray) -> IntArray:
-        """The environments of these that are no members."""
-        return environments[~self._is_member[environments]]
-
-    def leave(self, i: int) -> None:
-        """The episode of an environment is appended to no longer, once `look` was called."""
-        if i in self._pairs and self._pairs[i][0].lengths is self.lengths:
-            self._pairs[i][0].own_length()
-        self._pairs.pop(i, None)
-        self._new.pop(i, None)
-        self._is_member[i] = self.is_whole = False
-
-    def _look_at(self, i: int) -> None:
-        _, slot_writer = self._pairs[i]
-        self._slot[i], self.lengths[i], self._until[i] = slot_writer.slot, slot_writer.num_published, slot_writer.room
+    def _look_at(self, environments: Iterable[int]) -> None:
+        for i in environments:
+            each = self._slot_writers[i]
+            self._slot[i], self.lengths[i], self._until[i] = each.slot, each.num_published, each.room
 
     def look(self) -> None:
         """See which environments are members now."""
-        members = self._is_member.nonzero()[0]
-        self.new = [(i, *self._new[i]) for i in sorted(self._new)]
-        self.members, self.slots, self.is_whole = members, self._slot[members], len(members) == self._size
-        t, longest = self.lengths[members], self.files.layout.max_timesteps
-        self.remaining = longest - int(t.max(initial=0))
-        self.room = int((self._until[members] - t).min(initial=longest))
+        super().look()
+        members, longest = self.members, self._longest
+        self.slots, t = self._slot[members], self.lengths[members]
+        self.new = [(i, self._episodes[i], self._slot_writers[i]) for i in members[t == 0].tolist()]
         first = self.slots * longest + t
         # The row that is next, in files without and with `final`. One alone is a plain number, in a third of the time.
         self._next: list[Any] = [first, first + self.slots]
@@ -173,10 +249,14 @@ class Round:
     def prepare(self) -> None:
         """Have room for the next timestep of each. Raises OSError: the disk is full; nothing has changed."""
         for i in self.members[self._until[self.members] <= self.lengths[self.members]].tolist():
-            _, slot_writer = self._pairs[i]
+            slot_writer = self._slot_writers[i]
             slot_writer.room = self.maps.prepare(slot_writer.slot, self.lengths.item(i))
             self._until[i] = slot_writer.room
         self.look()
+
+    def append(self, columns: Mapping[str, Array]) -> None:
+        """See `Round`: the writer has it prepared, written and shown, and tells the readers."""
+        self._writer.append_round(self, columns)
 
     def write(self, columns: Mapping[str, Array]) -> None:
         """Write the next timestep of each, field -> (environments, *field).
@@ -213,7 +293,7 @@ class Round:
         following, shown = self._next, self.maps.shown
         if self._all is not None:
             self.show_all()
-            self._new, self.new = {}, []
+            self.new = []
         elif self._size == 1:
             slot = self.slots.item()
             shown[slot] = shown.item(slot) + STEP
@@ -229,7 +309,5 @@ class Round:
     def settle(self) -> None:
         """Whatever went wrong: go on from what is shown."""
         self._all = None
-        for i, (episode, _) in self._pairs.items():
-            if episode.state == "open":
-                self._look_at(i)
+        self._look_at([i for i, episode in self._episodes.items() if episode.state == "open"])
         self.look()

@@ -3,92 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.schema import Schema
 from memmap_buffer.writing.blob_column import BlobColumn
 from memmap_buffer.writing.episode import Episode
+from memmap_buffer.writing.rounds import Round
+
+if TYPE_CHECKING:
+    from memmap_buffer.writing.writer import Writer
 
 AT_FIRST = 64 << 20  # bytes of all environments together; pages that are not written to cost nothing
 
 
-class StagedRound:
+class StagedRound(Round):
     """Several environments, the staged episodes of which are appended to together.
 
     The rows of a field are one array, and of each episode `columns` are views of it. Compressed fields have a column
     for each episode, which encodes meanwhile.
 
     Args:
-        schema: the fields.
+        writer: of the episodes.
         size: how many environments there are.
-        longest: how long an episode may be.
-
-    Attributes: members, is_whole, remaining, lengths: see `Round`.
     """
 
-    def __init__(self, schema: Schema, size: int, longest: int) -> None:
-        self._schema, self._size, self._longest = schema, size, longest
-        self._episodes: dict[int, Episode] = {}
-        self._is_member = np.zeros(size, np.bool_)
+    shows = False
+
+    def __init__(self, writer: Writer, size: int) -> None:
+        self._schema = writer.schema
         self._rows: dict[str, Array] = {}  # field -> (environments, capacity, *field), of those that are not compressed
-        self._coded = [name for name, field in schema.fields.items() if field.codec is not None]
+        self._coded = [name for name, field in self._schema.fields.items() if field.codec is not None]
         self._capacity = 0
-        # By environment, how long its episode is, and from which timestep on it is in memory. The episodes share the
-        # first.
-        self.lengths, self._base = np.zeros((2, size), np.int64)
-        self.look()
+        super().__init__(writer, size)
+        self.most = 1 if writer.in_place else self._longest
 
-    def join(self, i: int, episode: Episode) -> None:
-        """Append to the open episode of an environment, once `look` was called."""
-        self.lengths[i], self._base[i] = episode.length, episode.base
-        count = episode.length - episode.base
-        if count >= self._capacity:
-            step = sum(field.itemsize for field in self._schema.fields.values() if field.codec is None) or 1
-            first = episode.first_capacity()
-            if episode.staged:
-                first = min(first, max(8, AT_FIRST // step // self._size))
-            self._grow(min(self._longest, max(first, count + 1)))
-        columns: dict[str, Any] = {}
-        for name, field in self._schema.fields.items():
-            rows = self._rows.get(name)
-            if rows is None:
-                columns[name] = episode.columns.get(name) or BlobColumn(field, self._capacity)
-                columns[name].capacity = self._capacity
-                continue
-            columns[name] = rows[i]
-            if count:
-                rows[i, :count] = episode.columns[name][:count]
-        episode.stand_in(columns)
-        self._is_member[i] = True
-        self._episodes[i] = episode
-        episode.share_length(self.lengths, i)  # last: interrupted before it, the episode joins once more
+    def _take_in(self, episodes: Mapping[int, Episode]) -> None:
+        counts = {i: episode.length - episode.base for i, episode in episodes.items()}
+        longest = max(counts.values(), default=-1)
+        if longest >= self._capacity:
+            self._grow(max(self._first_capacity(next(iter(episodes.values()))), longest + 1))
+        for i, episode in episodes.items():
+            count = counts[i]
+            self.lengths[i], self._until[i] = episode.base + count, episode.base + self._capacity
+            columns: dict[str, Any] = {}
+            for name, field in self._schema.fields.items():
+                rows = self._rows.get(name)
+                if rows is None:
+                    columns[name] = episode.columns.get(name) or BlobColumn(field, self._capacity)
+                    columns[name].capacity = self._capacity
+                    continue
+                columns[name] = rows[i]
+                if count:
+                    rows[i, :count] = episode.columns[name][:count]
+            episode.stand_in(columns)
 
-    def leave(self, i: int) -> None:
-        """The episode of an environment is appended to no longer, once `look` was called."""
-        episode = self._episodes.get(i)
-        if episode is not None and episode.lengths is self.lengths:
-            episode.own_length()
-        self._episodes.pop(i, None)
-        self._is_member[i] = self.is_whole = False
-
-    def look(self) -> None:
-        """See which environments are members now."""
-        self.members = members = self._is_member.nonzero()[0]
-        self.is_whole = len(members) == self._size
-        self.remaining = self._longest - int(self.lengths[members].max(initial=0))
-        self._room = self._capacity - int((self.lengths - self._base)[members].max(initial=0))
+    def _first_capacity(self, episode: Episode) -> int:
+        step = sum(field.itemsize for field in self._schema.fields.values() if field.codec is None) or 1
+        first = episode.first_capacity()
+        return min(first, max(8, AT_FIRST // step // self._size)) if episode.staged else first
 
     def _grow(self, capacity: int) -> None:
-        before, rows = self._rows, {}
+        before, rows, capacity = self._rows, {}, min(self._longest, capacity)
         for name, field in self._schema.fields.items():
             if field.codec is None:
                 rows[name] = np.empty((self._size, capacity, *field.cell), field.storage)
                 if before:
                     rows[name][:, : self._capacity] = before[name]
+        self._until += capacity - self._capacity
         self._rows, self._capacity = rows, capacity
         for i, episode in self._episodes.items():
             for name in self._coded:
@@ -97,55 +81,44 @@ class StagedRound:
 
     def prepare(self, count: int = 1) -> None:
         """Have room for so many timesteps. Raises OSError: an episode that is written in chunks met a full disk."""
-        if count <= self._room:
-            return
-        short = self.members[(self.lengths - self._base)[self.members] + count > self._capacity].tolist()
+        short = self.members[self.lengths[self.members] + count > self._until[self.members]].tolist()
         if short and not self._episodes[short[0]].staged:
             for i in short:
                 episode = self._episodes[i]
                 episode.spill()
-                self._base[i] = episode.base
+                self._until[i] = episode.base + self._capacity
         else:
-            self._grow(min(self._longest, max(2 * self._capacity, self._capacity - self._room + count)))
+            self._grow(max(2 * self._capacity, self._capacity - self.room + count))
         self.look()
 
     def append(self, columns: Mapping[str, Array], chosen: IntArray | None = None) -> None:
-        """Append one timestep to all episodes, or to some: field -> (environments, *field). Lists take `extend`."""
-        if self._room <= 0:
+        """See `Round`; with `chosen`, whatever the others have, `look` follows. Fields of lists take `extend`."""
+        if self.room <= 0:
             self.prepare()
         some = self.members if chosen is None else chosen
-        at = self.lengths[some] - self._base[some]
+        at = self.lengths[some] - self._until[some] + self._capacity
         for name, rows in self._rows.items():
-            rows[some, at] = columns[name] if chosen is None and self.is_whole else columns[name][some]
+            rows[some, at] = columns[name] if len(some) == self._size else columns[name][some]
         for name in self._coded:
             for i, row in zip(some.tolist(), at.tolist(), strict=True):
                 self._episodes[i].columns[name][row] = columns[name][i]
         self.lengths[some] += 1
-        if chosen is not None:  # it may be none of the longest
-            self.look()
-            return
-        self._room -= 1
+        self.room -= 1
         self.remaining -= 1
 
     def extend(self, columns: Mapping[str, Array], chosen: IntArray) -> None:
-        """Append several timesteps to some episodes: field -> (T, environments, *field)."""
-        count = len(next(iter(columns.values())))
-        self.prepare(count)
-        for i in chosen.tolist() if self._schema.lists else ():
+        """See `Round`."""
+        count, environments = len(next(iter(columns.values()))), chosen.tolist()
+        if count > self.room:
+            self.prepare(count)
+        for i in environments if self._schema.lists else ():
             self._episodes[i].count_lists({name: columns[name][:, i] for name in self._schema.lists})
         if count == 1:
             self.append({name: rows[0] for name, rows in columns.items()}, chosen)
-            return
-        for i in chosen.tolist():
-            at = self.lengths.item(i) - self._base.item(i)
-            for name, column in self._episodes[i].columns.items():
-                column[at : at + count] = columns[name][:, i]
-        self.lengths[chosen] += count
-        self.look()
-
-    def back_to(self, lengths: IntArray) -> None:
-        """Drop the timesteps beyond; these episodes had not ended."""
-        self.lengths[:] = lengths
-        for episode in self._episodes.values():
-            episode.ended, episode.finals = "", {}
+        else:
+            for i in environments:
+                at = self.lengths.item(i) - self._until.item(i) + self._capacity
+                for name, column in self._episodes[i].columns.items():
+                    column[at : at + count] = columns[name][:, i]
+            self.lengths[chosen] += count
         self.look()

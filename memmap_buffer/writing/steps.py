@@ -11,6 +11,7 @@ from memmap_buffer.dtypes import Array, FloatArray, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import LENGTHS, Schema
+from memmap_buffer.writing.episode import Episode
 from memmap_buffer.writing.validation import add_defaults
 
 NEXT = "next_"
@@ -45,6 +46,8 @@ class Steps:
     """
 
     errors: Errors | None = None
+    # While some are stored, an episode that gets them, and how many it had, and were done, before.
+    _first: tuple[Episode, int, int] | None = None
 
     def __init__(self, schema: Schema, values: Mapping[str, Any], *, time: bool) -> None:
         self.done = 0
@@ -91,6 +94,22 @@ class Steps:
         for name in schema.ends:
             if np.count_nonzero(self.fields[name]):
                 self.ends |= self.fields[name].reshape(self._axes) != 0
+
+    def begin_to_store(self, episode: Episode) -> None:
+        """Know an episode that gets the timesteps that are next, as all do that get them or none."""
+        self._first = episode, episode.length, self.done
+
+    def count(self) -> bool:
+        """See by the length of that episode how many are stored; whether some are that nobody was told of yet."""
+        if self._first is None:
+            return False
+        episode, length, done = self._first
+        self.done = done + episode.length - length
+        return self.done > done
+
+    def end_to_store(self) -> None:
+        """Whatever is to be known of the timesteps that were stored is told."""
+        self._first = None
 
     @property
     def num_envs(self) -> int:

@@ -16,7 +16,7 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.open_episodes import ended_statement
 from memmap_buffer.writing.episode import Episode, Scalars
 from memmap_buffer.writing.episode_group import EpisodeGroup
-from memmap_buffer.writing.staged_round import StagedRound
+from memmap_buffer.writing.rounds import Round
 from memmap_buffer.writing.steps import NEXT, Errors, Steps, keep_errors
 from memmap_buffer.writing.validation import add_defaults
 from memmap_buffer.writing.writer import Writer
@@ -137,7 +137,7 @@ class EpisodeStream(EpisodeGroup):
 
     def interrupt(self, ends: Any) -> None:
         """Know that a step was given, and may not be stored; and of which environments it ends an episode, (B,)."""
-        self._missing, self.over = self, self.over | ends
+        self._missing, self.over = self._missing or self, self.over | ends
 
     def _settle(self) -> None:
         super()._settle()
@@ -156,14 +156,14 @@ class EpisodeStream(EpisodeGroup):
         while steps.done < len(steps.ends):
             self._publish_what_ended(over)
             self._see(steps)
-            self._begin_where_needed()
+            joint = self._begin_where_needed()
             start, steps.recorded = steps.done, self._recorded(over)
             self.recorded = steps.recorded
             if self._looks and self._following and (self._linked is None or over.any()):
                 self._look(steps, over)
             self._following = {}
             try:
-                self._append_some(steps)
+                self._append_some(joint, steps)
             finally:  # also after an error, where the step is stored
                 if steps.done > start:
                     self.num_added += (steps.done - start) * len(steps.recorded)
@@ -373,7 +373,9 @@ class EpisodeStream(EpisodeGroup):
         """The environments whose next step is one of an episode."""
         return (~over).nonzero()[0] if self._skips_resets else np.arange(self._size)
 
-    def _begin_where_needed(self) -> None:
+    def _begin_where_needed(self) -> Round:
+        if self.episodes and not self._sure:
+            self._writer.begin(publishing=True)  # an episode that an interruption left to nobody is over then
         looked = self._idle if self._sure else range(self._size)
         if not self.episodes:
             self._writer.require_spare_slots(self._size)
@@ -384,12 +386,9 @@ class EpisodeStream(EpisodeGroup):
                 self.episodes[i : i + 1] = [self._open()]
                 self.episodes[i].watch(None)  # until it stands there it is nobody's, and dropped by the next call
         if not self._sure:  # it went on in another folder, where others may be needed
-            self._begin_where_needed()
-            return
-        if self._round is None:
-            self._round, looked = self._new_round(), range(self._size)
-        if isinstance(self._round, StagedRound):  # others join with the step that is shown first
-            self._join(looked)
+            return self._begin_where_needed()
+        self._round = self._round or self._writer.new_round(self._size)
+        return self._round
 
 
 def _bytes(columns: Mapping[str, Array], at: Any) -> list[bytes]:

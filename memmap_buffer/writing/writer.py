@@ -35,8 +35,9 @@ from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit, show
 from memmap_buffer.writing.episode import Appended, Episode, Staging
 from memmap_buffer.writing.recovery import close_abandoned, count, take_over
-from memmap_buffer.writing.rounds import MappedFiles, Round
+from memmap_buffer.writing.rounds import MappedFiles, MappedRound, Round, WrittenRound
 from memmap_buffer.writing.slots import SlotAllocator
+from memmap_buffer.writing.staged_round import StagedRound
 from memmap_buffer.writing.validation import Whole
 
 TOLD = 16  # deleted slots that readers are told of by name, so that they look at no other
@@ -121,7 +122,7 @@ class Writer:
         self._dropped: list[ref[Episode]] = []  # keys of these: the episode was collected, or is over
         self._pending: list[SlotWriter] = []  # written, and waiting for the next commit, in the order of their serials
         self._showing: list[SlotWriter] = []  # what a commit is showing of one step of several episodes
-        self._rounds: WeakSet[Round] = WeakSet()  # each appends to several episodes together
+        self._rounds: WeakSet[MappedRound] = WeakSet()  # each appends to several episodes together
         self.staging = Staging()  # of all episodes
         self._settled = True  # whether the last change ran to its end, or `_settle` did after it
         self._closed = False
@@ -601,32 +602,35 @@ class Writer:
 
     # A timestep of several environments
 
-    def new_round(self, size: int) -> Round | None:
-        """A round of so many environments whose steps are shown, none of them a member; None where not by stores."""
+    def new_round(self, size: int) -> Round:
+        """A round of so many environments, none of them a member yet, of the kind that this buffer is written by."""
+        if self.how.publish != "step":
+            return StagedRound(self, size)
         with self.lock.turn:
             files = self._begin(publishing=True)
             if not self._mapped:
                 self._mapped = (MappedFiles.of(files),)
             maps = self._mapped[0]
             if maps is None:
-                return None
-            joint = Round(files, maps, size)
+                return WrittenRound(self, size)
+            joint = MappedRound(self, size, files, maps)
             self._rounds.add(joint)
             return joint
 
-    def join(self, joint: Round, episodes: Mapping[int, Episode]) -> None:
-        """Append to the open episodes of some environments together with others from now on; new ones get slots."""
+    def slot_writers_of(self, episodes: Mapping[int, Episode], files: WriteHandles) -> dict[int, SlotWriter]:
+        """The writers of the slots of some open episodes, which are shown step by step; new ones get slots."""
         with self.lock.turn:
             new = len(episodes) - sum([ref(episode) in self._slot_writers for episode in episodes.values()])
-            files = self._begin(publishing=True) if new else joint.files
+            files = self._begin(publishing=True) if new else files
             slots = self._free_slots(new)[::-1] if new else []
+            slot_writers = {}
             for i, episode in episodes.items():
                 episode.require_open()
-                slot_writer = self._slot_writer_of(episode, files, slots)
-                slot_writer.rewind()  # what was written before, and is not shown, is of a step that is not there
-                joint.join(i, episode, slot_writer)
+                slot_writers[i] = self._slot_writer_of(episode, files, slots)
+                slot_writers[i].rewind()  # what was written before, and is not shown, is of a step that is not there
+            return slot_writers
 
-    def append_round(self, joint: Round, columns: Mapping[str, Array]) -> None:
+    def append_round(self, joint: MappedRound, columns: Mapping[str, Array]) -> None:
         """Append one timestep to the episodes of a round, and publish it: to all of them or to none.
 
         Who calls it has the turn, and gives it as field -> (environments, *field).
@@ -663,7 +667,7 @@ class Writer:
             raise
 
     def _show_first(
-        self, joint: Round, new: Sequence[tuple[int, Episode, SlotWriter]], columns: Mapping[str, Array]
+        self, joint: MappedRound, new: Sequence[tuple[int, Episode, SlotWriter]], columns: Mapping[str, Array]
     ) -> None:
         """Show a timestep of a round, which is the first of some of its episodes, and may be their last."""
         terminated, written = self.schema.terminated, []
@@ -750,7 +754,7 @@ class Writer:
             new, waiting = new + first, waiting + added
             self._pending.append(slot_writer)
 
-    def _commit_pending(self, files: WriteHandles, joint: Round | None = None, *, together: bool = False) -> None:
+    def _commit_pending(self, files: WriteHandles, joint: MappedRound | None = None, *, together: bool = False) -> None:
         """Publish what waits for it, and with it the step of a round that was written; together or not."""
         if self._pending:
             if together:

@@ -1,12 +1,14 @@
 """Rollouts in memory: every order of reading against one list of steps, and what one call to `store` publishes."""
 
 import errno
+from itertools import count
 
 import numpy as np
 import pytest
 import torch
 from fault_injection import flags_of, shown, system, without_barriers
 from inside import place_of, set_inside
+from interruptions import interrupted
 from specification import CUT, FINAL, TERMINATED
 
 from memmap_buffer import (
@@ -268,6 +270,26 @@ def test_store_goes_on_where_it_was_interrupted(buffer, collector, monkeypatch, 
     cuts = [(0, 0, TIME), (1, 0, 3), (1, 3, TIME), (2, 0, TIME)]
     expected = [([at(t, i)[2] for t in range(start, stop)], i + 1, stop - start + 1) for i, start, stop in cuts]
     assert sorted(got) == sorted(expected)
+
+
+@pytest.mark.parametrize("stride", [61, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("publish", ["episode", "step"])
+def test_store_goes_on_where_it_was_interrupted_at_any_line(tmp_path, publish, stride):
+    numbers = np.arange(9)[:, None] + [0, 100]
+    ends = np.isin(numbers, [3, 106, 7, 107])
+    for at in count(0, stride):
+        folder, fields = tmp_path / str(at), {"x": Field("int64", (), final=True), "terminated": "bool"}
+        with ReplayBuffer(folder, 50, 3, fields, circular=True, publish=publish, spare_slots=3) as buffer:
+            collector = buffer.create_collector(2)
+            for t in range(9):
+                collector.append(x=numbers[t], terminated=ends[t], next_x=numbers[t] + 1)
+            error = interrupted(collector.store, at)
+            if error is not None:
+                collector.store()
+        steps = [x for _, e in shown(folder) for x in e["x"][: len(e["terminated"])]]
+        assert sorted(steps) == sorted(numbers.ravel().tolist()), error
+        if error is None:
+            break
 
 
 def test_nothing_is_collected_while_some_of_it_waits_to_be_stored(tmp_path):

@@ -418,7 +418,8 @@ def hand_on(buffer: ReplayBuffer, other: ReplayBuffer) -> None:
 
 def round_of(buffer: ReplayBuffer) -> Any:
     """The part of `add` that stores a timestep of all environments together; None where each is written by itself."""
-    return None if buffer._stream is None else buffer._stream._round
+    joint = None if buffer._stream is None else buffer._stream._round
+    return None if type(joint).__name__ == "WrittenRound" else joint
 
 
 def publishing_turn_of(buffer: ReplayBuffer) -> Any:

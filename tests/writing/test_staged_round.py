@@ -164,14 +164,18 @@ def test_an_episode_that_another_folder_took_is_none_of_the_first_any_more() -> 
     assert len(mine.episodes) == 0
 
 
-def test_a_step_whose_final_observation_has_no_room_is_stored_of_none_and_may_be_given_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("publish", ["episode", "step"])
+def test_a_step_whose_final_observation_has_no_room_is_stored_of_none_and_may_be_given_again(
+    tmp_path: Path, publish: str
+) -> None:
     fields = {"x": "int64", "objects": Field("int64", (None,), final=True), "terminated": "bool"}
-    with ReplayBuffer(tmp_path, 9, 4, fields, circular=True) as buffer:
+    with ReplayBuffer(tmp_path, 9, 4, fields, circular=True, publish=publish, spare_slots=2) as buffer:
         for t in range(2):
             buffer.add(x=[t, 10 + t], objects=[[t], []], terminated=[False] * 2, next_objects=[[t + 1], []])
         last = {"x": [2, 12], "objects": [[2], []], "terminated": [True, False]}
         with pytest.raises(EpisodeStateError, match="more members than there is room for"):
             buffer.add(**last, next_objects=[[0] * 6000, []])
+        assert buffer.num_steps == (4 if publish == "step" else 0)
         buffer.add(**last, next_objects=[[3], []])
         buffer.end_episodes()
         assert [episode["x"].tolist() for episode in buffer] == [[0, 1, 2], [10, 11, 12]]
