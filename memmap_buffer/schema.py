@@ -405,7 +405,8 @@ class Schema:
                     fits = type(value) is np.ndarray and value.dtype == field.direct
                     columns[name] = value if fits and value.shape[lead:] == field.shape else field.encode(value, lead)
         except SchemaError as error:
-            raise SchemaError(f"field {name!r}{where}: {error}{hint}", field=name) from None
+            kind = "meta field" if name in self.meta_fields else "field"
+            raise SchemaError(f"{kind} {name!r}{where}: {error}{hint}", field=name) from None
         return columns
 
     def encode(self, name: str, value: Any, lead: int, where: str = "", hint: str = "") -> Array:

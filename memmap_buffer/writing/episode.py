@@ -336,7 +336,7 @@ class Episode(Block):
             what = "called before the first step" if self.length == 0 else "called twice"
             raise EpisodeStateError(f"final: {what}; call it once, after the last `store`")
         self.require_lists({name: [row] for name, row in stored.items()})
-        self.finals = self._copied(stored)
+        self.finals = validation.copied(self._schema, stored)
 
     def complete(self, stored: Mapping[str, Array]) -> None:
         """Add the final observation to an episode that was published without; to one that is gone meanwhile, nothing.
@@ -348,11 +348,7 @@ class Episode(Block):
             OSError: the disk is full, say; the next write adds it if this did not.
         """
         assert self.state == "published" and not self.finals
-        self.writer.complete(self, self._copied(stored))
-
-    def _copied(self, stored: Mapping[str, Array]) -> dict[str, Array]:
-        """Copies of entries that are encoded already; one of no axes may be a scalar."""
-        return {name: np.array(row, self._schema.all[name].entries, order="C") for name, row in stored.items()}
+        self.writer.complete(self, validation.copied(self._schema, stored))
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set a meta field; it may be known only at the end."""
@@ -371,12 +367,12 @@ class Episode(Block):
         self.require_open()
         flat, fields = self._schema.flatten(meta), self._schema.meta_fields
         self._schema.require_fields(flat, "meta", fields)
-        self.meta |= validation.whole_meta(self._schema, flat)
+        self.meta |= validation.copied(self._schema, self._schema.encode_all(fields, flat, 0))
 
     def set_meta(self, stored: Mapping[str, Array]) -> None:
         """Set meta fields that are encoded already."""
         self.require_open()
-        self.meta |= self._copied(stored)
+        self.meta |= validation.copied(self._schema, stored)
 
     # Ending
 

@@ -54,19 +54,13 @@ def whole_episode(schema: Schema, arrays: Mapping[str, Any], where: str = "store
         raise SchemaError(f"{where}: got arrays of length 0, expected at least one timestep")
     if len(columns) < len(schema.fields):
         add_defaults(schema, columns, (length,), where)
-    return Whole(columns, length, bool(longer), whole_meta(schema, flat) if schema.meta_fields else {})
+    meta = copied(schema, schema.encode_all(schema.meta_fields, flat, 0)) if schema.meta_fields else {}
+    return Whole(columns, length, bool(longer), meta)
 
 
-def whole_meta(schema: Schema, values: Mapping[str, Any]) -> dict[str, Array]:
-    """Copies of the meta fields among some values, encoded."""
-    meta = {}
-    for name, field in schema.meta_fields.items():
-        if name in values:
-            try:
-                meta[name] = np.array(field.encode(values[name]), field.entries, order="C")
-            except SchemaError as error:
-                raise SchemaError(f"meta field {name!r}: {error}", field=name) from None
-    return meta
+def copied(schema: Schema, stored: Mapping[str, Array]) -> dict[str, Array]:
+    """Copies of entries that are encoded already; one of no axes may be a scalar."""
+    return {name: np.array(value, schema.all[name].entries, order="C") for name, value in stored.items()}
 
 
 def whole_final(schema: Schema, observation: Mapping[str, Any]) -> dict[str, Any]:
