@@ -29,16 +29,18 @@ def add_rows(sums: Sums, rows: Array) -> Sums:
         rows: C-contiguous, of any shape and dtype.
     """
     crc, rest = sums
-    parts = [rows.reshape(-1).view(np.uint8)]
+    if len(rest) + rows.nbytes < BLOCK:  # at once, as a call of numpy takes longer than the rows of a few steps
+        return crc, rest + rows.tobytes()
+    data = rows.reshape(-1).view(np.uint8)
+    parts = [data]
     if rest:
         lacking = BLOCK - len(rest)
-        parts = [np.frombuffer(rest + parts[0][:lacking].tobytes(), np.uint8), parts[0][lacking:]]
-        rest = b""
+        parts = [np.frombuffer(rest + data[:lacking].tobytes(), np.uint8), data[lacking:]]
     for data in parts:
-        whole = len(data) // BLOCK * BLOCK
+        whole = data.nbytes // BLOCK * BLOCK
         if whole:
             crc = crc32(np.add.reduce(data[:whole].view("<u8").reshape(-1, BLOCK // 8), axis=1), crc)
-        rest = data[whole:].tobytes() or rest
+        rest = data[whole:].tobytes()
     return crc, rest
 
 

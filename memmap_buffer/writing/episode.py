@@ -532,6 +532,20 @@ class Appended(NamedTuple):
     stop: int
 
 
+class End(NamedTuple):
+    """The end of an episode of several that are appended to together.
+
+    Attributes:
+        place: of the episode among these.
+        ended: the field that ended it, or "" where it is as long as it may be.
+        finals: field -> the final observation, encoded; nothing where it is not known.
+    """
+
+    place: int
+    ended: str
+    finals: Mapping[str, Array]
+
+
 @lru_cache(maxsize=64)
 def _step_type(
     names: tuple[str, ...], ends: tuple[str, ...]

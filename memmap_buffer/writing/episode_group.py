@@ -14,9 +14,10 @@ import numpy as np
 
 from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError, SchemaError
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.open_episodes import ended_statement
 from memmap_buffer.schema import Field
-from memmap_buffer.writing.episode import Block, Episode
+from memmap_buffer.writing.episode import Block, End, Episode
 from memmap_buffer.writing.rounds import Round
 from memmap_buffer.writing.steps import Steps
 from memmap_buffer.writing.validation import add_defaults, whole_final
@@ -187,9 +188,11 @@ class EpisodeGroup(Block):
             steps.end_to_store()
             steps.done = stop
             return
-        steps.begin_to_store(self.episodes[chosen.item(0)])
+        ends = self._ends(steps, stop - 1, joint.lengths + (stop - start))
+        steps.begin_to_store(self.episodes[chosen.item(0)], ends)
         try:
-            joint.extend({name: rows[start:stop] for name, rows in steps.fields.items()}, chosen)
+            rows = {name: rows[start:stop] for name, rows in steps.fields.items()}
+            joint.extend(rows, chosen, self._published_with(steps, ends))
         finally:
             self._account_for(steps)
 
@@ -244,15 +247,29 @@ class EpisodeGroup(Block):
             if not self.episodes[i].length:
                 self.episodes[i].set_meta({name: values[steps.done, i] for name, values in steps.meta.items()})
 
+    def _ends(self, steps: Steps, at: int, lengths: IntArray) -> list[End]:
+        """The ends of episodes that a timestep ends, or with which they are as long as they may be.
+
+        Args: lengths: (environments,) of the episodes, this timestep included.
+        """
+        chosen, following = steps.recorded, steps.following.items()
+        flags = [(name, steps.fields[name][at]) for name in self.schema.ends]
+        ends = []
+        for i in chosen[steps.ends[at, chosen] | (lengths[chosen] == self._limit)].tolist():
+            ended = next((name for name, flag in flags if flag.item(i)), "")
+            ends.append(End(i, ended, {name: rows[at, i] for name, rows in following}))
+        return ends
+
+    def _published_with(self, steps: Steps, ends: Sequence[End]) -> Sequence[End]:
+        """The ends that are published with the timestep: in a group none, as its episodes end with its block."""
+        return ()
+
     def _tell_of_ends(self, steps: Steps, at: int) -> None:
         """Tell episodes that they ended with a timestep, and what else is known with it; twice is fine."""
-        chosen, joint = steps.recorded, self._round
-        ended = chosen[steps.ends[at, chosen]].tolist()
-        for i in ended:
-            ends = (name for name in self.schema.ends if steps.fields[name][at, i].any())
-            self.episodes[i].ended = next(ends)
-        none_is_full = joint is not None and joint.remaining > 0
-        for i in ended if none_is_full else chosen.tolist() if steps.following else ():
+        for i, ended, finals in steps.last:
             episode = self.episodes[i]
-            if steps.following and not episode.finals and (episode.ended or episode.length == self._limit):
-                episode.set_final({name: rows[at, i] for name, rows in steps.following.items()})
+            episode.ended = ended
+            if episode.state != "open":
+                episode.finals = dict(finals)  # published with it
+            elif finals and not episode.finals:
+                episode.set_final(finals)

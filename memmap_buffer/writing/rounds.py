@@ -9,7 +9,7 @@ episode are written (`WrittenRound`). Those that are not shown yet stay in memor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ from memmap_buffer.format.records import SHOWN, WORDS, Words
 from memmap_buffer.format.syscalls import BLOCK, allocate, write_all
 from memmap_buffer.schema import Field
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles
-from memmap_buffer.writing.episode import Episode
+from memmap_buffer.writing.episode import End, Episode
 
 if TYPE_CHECKING:
     from memmap_buffer.writing.writer import Writer
@@ -106,12 +106,13 @@ class Round:
         """
         raise NotImplementedError
 
-    def extend(self, columns: Mapping[str, Array], chosen: IntArray) -> None:
+    def extend(self, columns: Mapping[str, Array], chosen: IntArray, ends: Sequence[End] = ()) -> None:
         """Append timesteps, `most` of them at most: field -> (T, environments, *field).
 
         Args:
             columns: see there.
             chosen: the environments that they are of; if they are shown, all `members`.
+            ends: of the episodes that may be published with the last of them; those that stay open are still to be.
         """
         self.append({name: rows[0] for name, rows in columns.items()})
 
@@ -257,6 +258,14 @@ class MappedRound(Round):
     def append(self, columns: Mapping[str, Array]) -> None:
         """See `Round`: the writer has it prepared, written and shown, and tells the readers."""
         self._writer.append_round(self, columns)
+
+    def extend(self, columns: Mapping[str, Array], chosen: IntArray, ends: Sequence[End] = ()) -> None:
+        """See `Round`: the ends are published with the timestep."""
+        self._writer.append_round(self, {name: rows[0] for name, rows in columns.items()}, ends)
+
+    def member(self, i: int) -> tuple[Episode, SlotWriter]:
+        """The episode of an environment that is a member, and what writes to its slot."""
+        return self._episodes[i], self._slot_writers[i]
 
     def write(self, columns: Mapping[str, Array]) -> None:
         """Write the next timestep of each, field -> (environments, *field).

@@ -200,6 +200,9 @@ class SlotAllocator:
 
     def hide_all(self, slots: IntArray) -> None:
         """`hide` of many slots, each once."""
+        if len(slots) == 1:  # by plain numbers, in a third of the time
+            self.hide(slots.item())
+            return
         slots = slots[self._entry.take(slots) != -1]
         self._free.extend(slots.tolist())
         self._count -= len(slots)

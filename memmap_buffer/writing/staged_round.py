@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from memmap_buffer.dtypes import Array
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.writing.blob_column import BlobColumn
-from memmap_buffer.writing.episode import Episode
+from memmap_buffer.writing.episode import End, Episode
 from memmap_buffer.writing.rounds import Round
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class StagedRound(Round):
         self.room -= 1
         self.remaining -= 1
 
-    def extend(self, columns: Mapping[str, Array], chosen: IntArray) -> None:
+    def extend(self, columns: Mapping[str, Array], chosen: IntArray, ends: Sequence[End] = ()) -> None:
         """See `Round`."""
         count, environments = len(next(iter(columns.values()))), chosen.tolist()
         if count > self.room:

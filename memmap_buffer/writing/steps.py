@@ -11,7 +11,7 @@ from memmap_buffer.dtypes import Array, FloatArray, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.schema import LENGTHS, Schema
-from memmap_buffer.writing.episode import Episode
+from memmap_buffer.writing.episode import End, Episode
 from memmap_buffer.writing.validation import add_defaults
 
 NEXT = "next_"
@@ -40,12 +40,14 @@ class Steps:
         recorded: the environments of which the last of them was one of an episode.
         over: (B,) of which environments it ended one.
         errors: the TD errors that they are given with, if any.
+        last: the ends of episodes with the last of the timesteps that are being stored.
 
     Raises:
         SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.
     """
 
     errors: Errors | None = None
+    last: Sequence[End] = ()
     # While some are stored, an episode that gets them, and how many it had, and were done, before.
     _first: tuple[Episode, int, int] | None = None
 
@@ -95,9 +97,12 @@ class Steps:
             if np.count_nonzero(self.fields[name]):
                 self.ends |= self.fields[name].reshape(self._axes) != 0
 
-    def begin_to_store(self, episode: Episode) -> None:
-        """Know an episode that gets the timesteps that are next, as all do that get them or none."""
-        self._first = episode, episode.length, self.done
+    def begin_to_store(self, episode: Episode, ends: Sequence[End]) -> None:
+        """Know an episode that gets the timesteps that are next, as all do that get them or none; what ends with them.
+
+        Args: ends: of episodes, with the last of these timesteps.
+        """
+        self.last, self._first = ends, (episode, episode.length, self.done)
 
     def count(self) -> bool:
         """See by the length of that episode how many are stored; whether some are that nobody was told of yet."""

@@ -14,7 +14,7 @@ from memmap_buffer.dtypes import Array, all_of
 from memmap_buffer.errors import EpisodeStateError, MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.open_episodes import ended_statement
-from memmap_buffer.writing.episode import Episode, Scalars
+from memmap_buffer.writing.episode import End, Episode, Scalars
 from memmap_buffer.writing.episode_group import EpisodeGroup
 from memmap_buffer.writing.rounds import Round
 from memmap_buffer.writing.steps import NEXT, Errors, Steps, keep_errors
@@ -270,8 +270,13 @@ class EpisodeStream(EpisodeGroup):
                 self.episodes[i].set_meta({name: values[i] for name, values in self._meta.items()})
             self._meta_waits[i] = False
 
+    def _published_with(self, steps: Steps, ends: Sequence[End]) -> Sequence[End]:
+        """The ends of episodes of which no meta field is still to be told."""
+        return [] if steps.meta else [end for end in ends if not self._meta_waits.item(end.place)]
+
     def _tell_of_ends(self, steps: Steps, at: int) -> None:
         super()._tell_of_ends(steps, at)
+        self._are_over([end.place for end in steps.last if self.episodes[end.place].state == "published"])
         if steps.meta:
             self._keep_meta({name: values[at] for name, values in steps.meta.items()}, steps.recorded)
 
@@ -351,23 +356,23 @@ class EpisodeStream(EpisodeGroup):
             episode = self.episodes[i]
             tried = episode.tried and self._writer.how.publish == "episode"
             if episode.state == "open" and (tried or episode.ended or episode.length == self._limit):
-                if self._round is not None:
-                    self._round.leave(i)
                 ended.append(i)
         if ended:
-            self._publish_ended(ended)
+            self._tell_meta(ended)
+            try:
+                self._publish({self.episodes[i]: not self.episodes[i].ended for i in ended})
+            finally:
+                self._are_over(ended)
 
-    def _publish_ended(self, ended: Sequence[int]) -> None:
-        """Publish the episodes of some environments; the next step may tell what was seen last in those that are."""
-        episodes = [self.episodes[i] for i in ended]
-        self._tell_meta(ended)
-        try:
-            self._publish({episode: not episode.ended for episode in episodes})
-        finally:
-            self._idle += ended
-            for i, episode in zip(ended, episodes, strict=True):
-                if self.schema.final_names and episode.state == "published" and not (episode.ended or episode.finals):
-                    self._cut[i] = episode, {}
+    def _are_over(self, ended: Sequence[int]) -> None:
+        """Go on without episodes that ended; the next step may tell what was seen last in those that are published."""
+        self._idle += ended
+        for i in ended:
+            episode = self.episodes[i]
+            if self._round is not None:
+                self._round.leave(i)
+            if self.schema.final_names and episode.state == "published" and not (episode.ended or episode.finals):
+                self._cut[i] = episode, {}
 
     def _recorded(self, over: Array) -> IntArray:
         """The environments whose next step is one of an episode."""

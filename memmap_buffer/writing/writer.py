@@ -33,12 +33,12 @@ from memmap_buffer.format.records import CUT, DELETED, EXTENT, FINAL, GENERATION
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit, show
-from memmap_buffer.writing.episode import Appended, Episode, Staging
+from memmap_buffer.writing.episode import Appended, End, Episode, Staging
 from memmap_buffer.writing.recovery import close_abandoned, count, take_over
 from memmap_buffer.writing.rounds import MappedFiles, MappedRound, Round, WrittenRound
 from memmap_buffer.writing.slots import SlotAllocator
 from memmap_buffer.writing.staged_round import StagedRound
-from memmap_buffer.writing.validation import Whole
+from memmap_buffer.writing.validation import Whole, copied
 
 TOLD = 16  # deleted slots that readers are told of by name, so that they look at no other
 T = TypeVar("T")
@@ -224,6 +224,11 @@ class Writer:
     def _settle_episode(self, reference: ref[Episode], slot_writer: SlotWriter) -> None:
         """Whatever interrupted the work on an episode: it is what its slot writer says."""
         episode = reference()
+        if self.how.publish == "step" and slot_writer.state == "published":  # it was to end with its last step
+            slot_writer.state = "open"
+            is_over = slot_writer.published and not self.storage.record(slot_writer.slot)["flags"] & OPEN
+            if is_over and episode is not None and episode.state == "open":
+                self._close(episode, "published")
         if slot_writer.published:
             if self.how.publish == "step":
                 self._follow(episode)
@@ -464,16 +469,15 @@ class Writer:
             self._rewrite(rewrites, files)
         if len(self._pending) >= self.how.sync_every or any([each.published for each in self._pending]):
             self._commit_pending(files)
-        self._close_published(episodes, slot_writers, files)
+        self._close_published(files, zip(episodes, slot_writers, strict=True))
         return start + len(episodes)
 
-    def _close_published(
-        self, episodes: Sequence[Episode], slot_writers: Sequence[SlotWriter], files: WriteHandles
-    ) -> None:
+    def _close_published(self, files: WriteHandles, over: Iterable[tuple[Episode, SlotWriter]]) -> None:
         """Episodes that were published, or are to be with others, are over."""
-        for episode, slot_writer in zip(episodes, slot_writers, strict=True):
-            if slot_writer.published and self.storage.layout.capacity is not None:
-                self._give_up_if_empty(files, slot_writer.slot)
+        over = [*over]
+        if self.storage.layout.capacity is not None:
+            self._give_up_empty(files, [slot_writer.slot for _, slot_writer in over if slot_writer.published])
+        for episode, slot_writer in over:
             slot_writer.state = "published"
             self._close(episode, "published")
             self._slot_writers.pop(ref(episode))
@@ -630,10 +634,15 @@ class Writer:
                 slot_writers[i].rewind()  # what was written before, and is not shown, is of a step that is not there
             return slot_writers
 
-    def append_round(self, joint: MappedRound, columns: Mapping[str, Array]) -> None:
+    def append_round(self, joint: MappedRound, columns: Mapping[str, Array], ends: Sequence[End] = ()) -> None:
         """Append one timestep to the episodes of a round, and publish it: to all of them or to none.
 
-        Who calls it has the turn, and gives it as field -> (environments, *field).
+        Who calls it has the turn.
+
+        Args:
+            joint: the round.
+            columns: field -> (environments, *field).
+            ends: of those episodes that end with it, by environment; they are published with the timestep.
         """
         if self._closed or joint.files is not self._files or joint.files.behind or not self._settled:
             self.begin(publishing=True)
@@ -648,17 +657,17 @@ class Writer:
             for *_, slot_writer in new:
                 slot_writer.write({}, 0, 0)  # no rows yet, but what stands there is void
             joint.write(columns)
-            if new:
-                self._show_first(joint, new, columns)
+            if new or ends:
+                self._show_records(joint, columns, ends)
             else:
                 joint.show()
                 self._slots.show_round(slots)
-            surplus = self._slots.surplus
-            if surplus:
-                slots = np.concatenate([slots, self._forget(joint.files, surplus)])
-            joint.files.changed(slots)
-            if self._given_up:
-                self._give_back(joint.files)
+                surplus = self._slots.surplus
+                if surplus:
+                    slots = np.concatenate([slots, self._forget(joint.files, surplus)])
+                joint.files.changed(slots)
+                if self._given_up:
+                    self._give_back(joint.files)
             self._settled = True
         except BaseException:
             if self.lock.mine:
@@ -666,19 +675,31 @@ class Writer:
                     self._settle(joint.files)
             raise
 
-    def _show_first(
-        self, joint: MappedRound, new: Sequence[tuple[int, Episode, SlotWriter]], columns: Mapping[str, Array]
-    ) -> None:
-        """Show a timestep of a round, which is the first of some of its episodes, and may be their last."""
-        terminated, written = self.schema.terminated, []
-        for i, episode, slot_writer in new:
-            slot_writer.write({}, 0, 1, add=False)  # its rows stand there
-            is_last = terminated is not None and bool(columns[terminated][i].any())
-            written.append((slot_writer, episode.meta, OPEN | TERMINATED * is_last))
+    def _show_records(self, joint: MappedRound, columns: Mapping[str, Array], ends: Sequence[End]) -> None:
+        """Show a timestep of a round, which is the first of some of its episodes, or the last that it publishes."""
+        new, terminated = joint.new, self.schema.terminated
+        is_last = None if terminated is None else columns[terminated]
+        ending = {end.place: end for end in ends}
+        begun = {i for i, *_ in new}
+        closed, written = [], []
+        for i, episode, slot_writer in [*new, *((i, *joint.member(i)) for i in ending if i not in begun)]:
+            length, end = joint.lengths.item(i) + 1, ending.get(i)
+            slot_writer.write({}, 0, length, add=False)  # its rows stand there
+            if end is None:
+                flags = OPEN | TERMINATED * (is_last is not None and bool(is_last.item(i)))
+            else:
+                finals = copied(self.schema, end.finals)
+                if finals:
+                    slot_writer.write({name: row[None] for name, row in finals.items()}, length, length, final=True)
+                flags = FINAL * bool(finals) | CUT * (not end.ended) | TERMINATED * (end.ended == terminated)
+                slot_writer.appends, slot_writer.state = False, "published"  # `_settle_episode` looks whether it is
+                closed.append((episode, slot_writer))
+            written.append((slot_writer, episode.meta, flags))
         self._prepare(written, together=True)
         for _, episode, slot_writer in new:
             episode.serial = slot_writer.serial
         self._commit_pending(joint.files, joint, together=True)
+        self._close_published(joint.files, closed)
 
     def spill(self, episode: Episode) -> None:
         """Write the steps that are staged to the episode's slot, which makes room for others."""
@@ -761,14 +782,14 @@ class Writer:
                 self._showing = [*self._pending]
                 if joint is not None:
                     joint.begin_to_show()
+            shown = [*map(_slot_of, self._pending)] if joint is None else joint.slots.tolist()
+            new = self._pending if joint is None else [slot_writer for *_, slot_writer in joint.new]
             commit(files, self._pending)
             if joint is not None:
                 joint.show()
-            shown = []
-            for slot_writer in self._pending:
+            for slot_writer in new:
                 length = slot_writer.length if joint is None else 0  # its step is of the round
                 self._slots.show(slot_writer.serial, slot_writer.slot, length, alone=not together)
-                shown.append(slot_writer.slot)
             if joint is not None:
                 self._slots.show_round(joint.slots)
             elif together:
@@ -786,7 +807,8 @@ class Writer:
             for slot in retired:
                 stop = self._slots.stop.item(slot)
                 files.write_shown(slot, stop, stop)
-                self._give_up(files, slot)
+            if retired:
+                self._give_up(files, retired)
             slots = [*slots, *retired]
             surplus = self._slots.surplus
             if surplus:
@@ -815,21 +837,24 @@ class Writer:
         if files.power:
             files.barriers("/episodes")
         if empty:
-            for slot in empty:
-                if not self.storage.maps.words.item(slot, EXTENT) >> 32 & OPEN:
-                    self._give_up_if_empty(files, slot)
+            extent = self.storage.maps.words[:, EXTENT]
+            self._give_up_empty(files, [slot for slot in empty if not extent.item(slot) >> 32 & OPEN])
         return moved
 
-    def _give_up_if_empty(self, files: WriteHandles, slot: int) -> None:
-        """An episode of which nothing is shown any more leaves; who is late at reading it finds that it is gone."""
-        if self._slots.start[slot] == self._slots.stop[slot]:
-            self._give_up(files, slot)
-            self._slots.hide(slot)
+    def _give_up_empty(self, files: WriteHandles, slots: Sequence[int]) -> None:
+        """Episodes of which nothing is shown any more leave; who is late at reading one finds that it is gone."""
+        start, stop = self._slots.start, self._slots.stop
+        empty = [slot for slot in slots if start.item(slot) == stop.item(slot)]
+        if empty:
+            self._give_up(files, empty)
+            self._slots.hide_all(np.array(empty))
 
-    def _give_up(self, files: WriteHandles, slot: int) -> None:
-        files.write_generation(slot, self.storage.maps.words.item(slot, GENERATION) | 1)
+    def _give_up(self, files: WriteHandles, slots: Sequence[int]) -> None:
+        generation = self.storage.maps.words[:, GENERATION]
+        for slot in slots:
+            files.write_generation(slot, generation.item(slot) | 1)
         files.barriers("/episodes")
-        self._given_up.append(slot)
+        self._given_up += slots
 
     def _give_back(self, files: WriteHandles) -> None:
         """Give back the space of episodes that left; not before readers were told, who take a row for what it was."""

@@ -6,9 +6,10 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from damage import record_of
 from fault_injection import system
 from inside import storage_of
-from specification import TERMINATED
+from specification import CUT, FINAL, OPEN, TERMINATED
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -448,3 +449,24 @@ def test_a_cut_episode_without_final_fields_is_published_at_once(tmp_path):
     with ReplayBuffer(tmp_path, 9, 3, {"x": "int"}) as buffer:
         buffer.extend(x=np.arange(3))
         assert len(buffer) == 1
+
+
+def test_a_step_that_ends_episodes_is_never_seen_without_their_end(tmp_path):
+    ends = {0: FINAL | TERMINATED, 1: FINAL}  # of serials; the third goes on
+    seen = []
+
+    def look():
+        for slot in range(6):
+            record = record_of(tmp_path / "buffer", slot)
+            if record["generation"] % 2 == 0 and record["stop"] == 3 and int(record["serial"]) in ends:
+                assert int(record["flags"]) & (OPEN | FINAL | CUT | TERMINATED) == ends[int(record["serial"])]
+                seen.append(int(record["serial"]))
+
+    with make(tmp_path / "buffer", publish="step", spare_slots=3) as buffer:
+        for t in range(4):
+            x = np.full(3, t, np.float32)
+            last = {"done": [t == 2, False, False], "timeout": [False, t == 2, False]}
+            with system(before=look):
+                buffer.add(observation=x, reward=x, **last, next_observation=x + 1)
+    assert {*seen} == {*ends}
+    assert verify(tmp_path / "buffer") == []
