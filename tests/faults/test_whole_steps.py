@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 from environments import FIELDS, Environments, require_true_successors, steps_in
-from fault_injection import system, without_barriers
+from fault_injection import flags_of, system, without_barriers
 from inside import around, place_of, set_inside
 from interruptions import interrupted
+from specification import FINAL
 
 from memmap_buffer import Prioritized, ReplayBuffer, verify
 
@@ -124,6 +125,26 @@ def test_where_the_episodes_are_ended_right_after_an_interruption_an_end_that_is
         program.end()
         if error is None:
             break
+
+
+@pytest.mark.parametrize("stride", [23, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["step", "written"], indirect=True)
+def test_a_final_observation_that_is_shown_when_its_step_is_interrupted_stays(
+    tmp_path: Path, mode: str, stride: int
+) -> None:
+    num_shown = 0
+    for at in count(0, stride):
+        program = Program(tmp_path / str(at), mode, skips_resets=False, following=True)
+        program.add("plain", "plain")
+        error = program.interrupted_add("end", partial(interrupted, at=at))
+        before = {serial for serial, flags in flags_of(program.folder).items() if flags & FINAL}
+        program.add("plain")
+        assert before <= {serial for serial, flags in flags_of(program.folder).items() if flags & FINAL}
+        num_shown += bool(before) and error is not None
+        program.end()
+        if error is None:
+            break
+    assert num_shown > 0
 
 
 @pytest.mark.parametrize("stride", [61, pytest.param(7, marks=pytest.mark.slow)])
