@@ -47,7 +47,7 @@ def _require_slashes(place: str) -> None:
 
 
 def path_of(place: AnyPath) -> Path:
-    """A path in which `~` and `~user` are replaced by home folders.
+    """An absolute path, as the process may change its folder later; `~` and `~user` are replaced by home folders.
 
     Args:
         place: as a user writes it; "./~" is a name like any other.
@@ -63,10 +63,8 @@ def path_of(place: AnyPath) -> Path:
             "and read it by ReplayBuffer.from_folder(url) or ConcatBuffer.from_root(url)"
         )
     path = Path(text)
-    if not path.parts or not path.parts[0].startswith("~"):
-        return path
     if not text.startswith("~"):
-        return Path.cwd() / path  # `Path` dropped the "./" which says that `~` is no home folder here
+        return path.absolute()
     try:
         return path.expanduser()
     except RuntimeError:

@@ -410,7 +410,7 @@ class ReplayBuffer(Recording, Readable):
 
     @property
     def folder(self) -> Path:
-        """The path of the folder."""
+        """The absolute path of the folder."""
         return self._storage.path
 
     @property

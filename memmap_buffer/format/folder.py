@@ -100,12 +100,11 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._place = path if path.is_absolute() else Path.cwd() / path  # the process may change its folder later
         self._descriptor: Descriptor | None = None
 
     def hold(self) -> None:
         """Keep to the folder that stands at the path now, until `let_go`; twice is fine. Raises FileNotFoundError."""
-        self._descriptor = self._descriptor or Descriptor(self._place)
+        self._descriptor = self._descriptor or Descriptor(self.path)
 
     def let_go(self) -> None:
         """Look the path up at each call again, whatever stands there."""
@@ -115,7 +114,7 @@ class Folder:
     def kept_open(self) -> Iterator[Folder]:
         """A `Folder` of the same path that is held until the end of the block."""
         folder = Folder(self.path)
-        folder._place, folder._descriptor = self._place, self._descriptor
+        folder._descriptor = self._descriptor
         folder.hold()
         try:
             yield folder
@@ -127,7 +126,7 @@ class Folder:
         """Whether the folder that is held still stands at its path; True where none is held."""
         descriptor = self._descriptor
         try:
-            return descriptor is None or descriptor.key == identity(os.stat(self._place))
+            return descriptor is None or descriptor.key == identity(os.stat(self.path))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
@@ -147,7 +146,7 @@ class Folder:
     @contextmanager
     def _directory(self, sub: str, create: bool = False) -> Iterator[int]:
         descriptor = self._descriptor  # this reference keeps it open, should another thread let go of the folder
-        root = os.open(self._place, FOLDER) if descriptor is None else descriptor.fd
+        root = os.open(self.path, FOLDER) if descriptor is None else descriptor.fd
         try:
             if not sub:
                 yield root
@@ -421,7 +420,7 @@ class Folder:
     def free_bytes(self) -> int:
         """The bytes that this user can still write to the file system."""
         descriptor = self._descriptor
-        status = os.statvfs(self._place if descriptor is None else descriptor.fd)
+        status = os.statvfs(self.path if descriptor is None else descriptor.fd)
         return status.f_bavail * status.f_frsize
 
     def list(self, sub: str) -> list[str]:
@@ -443,7 +442,7 @@ class Folder:
     def _lstat(self, name: str) -> os.stat_result:
         descriptor = self._descriptor
         if descriptor is None:
-            return os.lstat(f"{self._place}/{name}")  # a path takes as long to make as the look
+            return os.lstat(f"{self.path}/{name}")  # a path takes as long to make as the look
         return os.stat(name, dir_fd=descriptor.fd, follow_symlinks=False)
 
     def exists(self, name: str) -> bool:
@@ -464,11 +463,11 @@ class Folder:
                 raise self._in_the_way(name)
 
     def create(self) -> None:
-        self._place.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
 
     def require(self) -> None:
         if not self.exists("schema.json"):
-            if not self._place.is_dir():
+            if not self.path.is_dir():
                 raise NotABufferError(f"{self.path}{self._why_no_folder()}", path=self.path)
             raise NotABufferError(f"{self.path} is not a buffer: {self._what_it_is()}", path=self.path)
         if self.exists(MIRROR):
@@ -480,7 +479,7 @@ class Folder:
 
     def _why_no_folder(self) -> str:
         """The end of an error text about a path that is no folder: what stands there, and what to do."""
-        if self._place.exists():
+        if self.path.exists():
             remedy = f"give {self.path.parent}" if self.path.name == "schema.json" else "check the path"
             return f" is a file, and a buffer is a folder; {remedy}"
         moved = self.path.parent / PUBLISHED / self.path.name
@@ -490,21 +489,21 @@ class Folder:
         """The end of an error text about a folder that holds no buffer: what it is, and what to do."""
         if self.exists("schema.json.new"):
             return "its creation did not finish; create one with ReplayBuffer(...)"
-        if folders := folders_in(self._place):
+        if folders := folders_in(self.path):
             reader = f"ConcatBuffer.from_root({str(self.path)!r})"
             return f"it is a root of {len(folders)} folders, as {folders[0].name}; {reader} reads them all"
         return self.published() or "there is no schema.json; create one with ReplayBuffer(...)"
 
     def published(self) -> str:
         """A text that says what was published to this folder, or from it as a root, and how to read it; else ""."""
-        moved = folders_in(self._place / PUBLISHED)
+        moved = folders_in(self.path / PUBLISHED)
         return self._published_here() or (PUBLISHED_HINT.format(self.path / PUBLISHED / moved[0].name) if moved else "")
 
     def _published_here(self) -> str:
         for name, reader in _PUBLISHED_HERE.items():
             with suppress(FileNotFoundError, CorruptBufferError), self.reading(name) as (fd, size):
                 if b'"memmap-buffer-' in read_at(fd, min(size, 64), 0):
-                    return f"a folder was published to it ({name}); {reader}('file://{self._place}') reads that"
+                    return f"a folder was published to it ({name}); {reader}('file://{self.path}') reads that"
         return ""
 
     def require_not_published(self) -> None:
@@ -537,12 +536,12 @@ class Folder:
 
     def touch(self) -> None:
         """Set the folder's time to now, as if a file in it had been added or removed."""
-        os.utime(self._place)
+        os.utime(self.path)
 
     def lock_key(self) -> tuple[int, int]:
         """(device, inode) of the folder: a key for its lock within this process that does not depend on the path."""
         descriptor = self._descriptor
-        return identity(os.stat(self._place)) if descriptor is None else descriptor.key
+        return identity(os.stat(self.path)) if descriptor is None else descriptor.key
 
     def lock(self, name: str = ".lock") -> FileLock:
         """Take the writer's lock, or the lock `name`, without waiting.

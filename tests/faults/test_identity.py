@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -253,6 +254,17 @@ def test_a_relative_path_is_that_of_the_moment_when_it_was_opened(
         buffer.update(0, x=3.0)
         assert [e["x"] for _, e in shown(buffer)] == [[3, 1], [2]]
     assert listing(tmp_path / "there") == before
+
+
+def test_a_copy_in_another_process_reads_the_folder_of_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with make(Path("buffer"), 1) as buffer:
+        monkeypatch.chdir("there")
+        copy = pickle.loads(pickle.dumps(buffer))
+        assert shown(copy) == shown(buffer)
 
 
 # What could not be made as there is one is another's: nothing removes it

@@ -54,6 +54,15 @@ def everything(buffer, **options):
 
 
 class TestFound:
+    def test_a_relative_path_is_that_of_the_moment_when_the_root_was_opened(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        shard(tmp_path / "root", 0, 10)
+        root = ConcatBuffer.from_root("root")
+        monkeypatch.chdir("root")
+        shard(tmp_path / "root", 1, 11)
+        assert [x for *_, x in everything(root)] == [10, 11]
+        assert len(pickle.loads(pickle.dumps(root))) == 2
+
     def test_a_shard_is_seen_as_soon_as_it_is_there(self, tmp_path):
         shard(tmp_path, 0, 10)
         root = ConcatBuffer.from_root(tmp_path)

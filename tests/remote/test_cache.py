@@ -244,6 +244,18 @@ def test_rotten_digests_are_replaced_by_those_that_are_fetched(place: Path, tmp_
     assert check_cache(tmp_path) == {}
 
 
+def test_a_relative_path_is_that_of_the_moment_when_the_cache_was_given(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = ConcatBuffer.from_root(place / "near")
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    far = ConcatBuffer.from_root(f"file://{place}/far", cache="cache")
+    monkeypatch.chdir("there")
+    equal(near.batch(**OPTIONS), far.batch(**OPTIONS))
+    assert not any((tmp_path / "there").iterdir())
+
+
 def test_a_cache_is_emptied_beside_readers(place: Path, tmp_path: Path) -> None:
     near = ConcatBuffer.from_root(place / "near")
     far = ConcatBuffer.from_root(f"file://{place}/far", cache=tmp_path, cache_bytes=24 * BLOCK)
