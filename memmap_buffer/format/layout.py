@@ -320,7 +320,7 @@ class Layout:
         return lines
 
     def to_json(self) -> bytes:
-        """The bytes of `schema.json`."""
+        """The bytes of `schema.json`. Raises SchemaError: they are more than a reader accepts."""
         groups = {
             group: {
                 name: {
@@ -344,7 +344,13 @@ class Layout:
         }
         last = {"ends": self.schema.declared_ends, "skips_resets": bool(self.skips_resets)}
         extra = {key: value for key, value in last.items() if value != _LEFT_OUT[key]}
-        return json.dumps({**head, **groups, **extra}, indent=1, allow_nan=False).encode() + b"\n"
+        data = json.dumps({**head, **groups, **extra}, indent=1, allow_nan=False).encode() + b"\n"
+        if len(data) > MAX_SCHEMA_BYTES:
+            raise SchemaError(
+                f"schema.json: got {len(data)} bytes, expected at most {MAX_SCHEMA_BYTES}; give fewer fields, or "
+                "defaults of one number"
+            )
+        return data
 
     def _coded_to_json(self, name: str, field: Field) -> dict[str, Any]:
         if not field.is_coded:
@@ -367,10 +373,13 @@ class Layout:
             where: its path, for the errors.
 
         Raises:
-            CorruptBufferError: it is no valid JSON.
+            CorruptBufferError: it is no valid JSON, or too large.
             NotABufferError: it is of another format.
             SchemaError: an unknown version, key, dtype or name, or a size out of bounds.
         """
+        if len(data) > MAX_SCHEMA_BYTES:  # as in a published head, which may be larger
+            text = f"{where} has {len(data)} bytes, more than {MAX_SCHEMA_BYTES}; restore it from a copy"
+            raise CorruptBufferError(text, path=where)
         if (id := _ID_IN_TEXT.search(data)) is not None:
             with suppress(MemmapBufferError):  # which is raised below, with where it is
                 return _like(data[: id.start(1)], data[id.end(1) :]).of_id(id[1].decode())

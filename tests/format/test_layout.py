@@ -343,6 +343,18 @@ def test_a_field_that_is_no_complete_object_is_refused(folder: Path, spec: Any) 
     assert isinstance(refused(folder, json.dumps(changed)), SchemaError)
 
 
+def test_a_schema_that_no_reader_would_accept_is_never_written(tmp_path: Path) -> None:
+    large = Field("float64", (100_000,), default=[1 / 3] * 100_000)
+    with pytest.raises(SchemaError, match=r"schema\.json: got .* bytes, expected at most 1048576; give fewer fields"):
+        ReplayBuffer(tmp_path / "new", max_episodes=1, max_timesteps=1, fields={"x": large})
+    with ReplayBuffer(tmp_path / "there", max_episodes=1, max_timesteps=1, fields={"x": "int"}) as buffer:
+        buffer.store_episode(x=[7])
+        with pytest.raises(SchemaError, match=r"schema\.json: got"):
+            buffer.add_field("y", large)
+    ReplayBuffer(tmp_path / "new", max_episodes=1, max_timesteps=1, fields={"x": "int"}).close()
+    assert ReplayBuffer.from_folder(tmp_path / "there").fieldnames == ("x",)
+
+
 def test_too_many_fields_are_refused(folder: Path) -> None:
     """Fault 47: 2,000 fields."""
     spec = document()["fields"]["reward"]

@@ -554,7 +554,7 @@ def shard_of(head: bytes, name: str = "0" * 32) -> Shard:
     return Shard(name, 1, 1, 1, version_of(head, "0" * 32), (digest(head), 0, len(head)), "0" * 32)
 
 
-@pytest.mark.parametrize("forged", ["cut", "header", "missing", "id"])
+@pytest.mark.parametrize("forged", ["cut", "header", "missing", "id", "large"])
 def test_a_head_that_is_not_what_its_schema_says_is_refused_by_every_door(tmp_path: Path, forged: str) -> None:
     """All its digests are right."""
     publish(record(tmp_path / "one"), f"file://{tmp_path}/url")
@@ -568,6 +568,8 @@ def test_a_head_that_is_not_what_its_schema_says_is_refused_by_every_door(tmp_pa
         files["meta/name.npy"] = b"?" + files["meta/name.npy"][1:]
     elif forged == "missing":
         del files["checksums.npy"]
+    elif forged == "large":
+        files["schema.json"] += b" " * get_inside("max_schema_bytes")
     head = make_head(files)
     version = version_of(head, shard.blocks)
     at = digest(head), 0, len(head)
@@ -578,7 +580,8 @@ def test_a_head_that_is_not_what_its_schema_says_is_refused_by_every_door(tmp_pa
         lambda: pull(store.url, tmp_path / "back"),
         lambda: ReplayBuffer.from_folder(store.url, cache=tmp_path / "cache"),
     ):
-        with pytest.raises(CorruptBufferError, match="/url/one: the head is not what its schema says"):
+        text = "/url/one has .* bytes, more than" if forged == "large" else "/url/one: the head is not what"
+        with pytest.raises(CorruptBufferError, match=text):
             door()
     assert not (tmp_path / "back" / "schema.json").exists()
 
