@@ -12,6 +12,7 @@ ORDERED = ("x86_64", "AMD64")  # processors whose stores are seen by others in t
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "sshfs", "beegfs")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # proc(5); macOS has none: there sysctl(8) tells the boot
 MEMORY_INFO = Path("/proc/meminfo")  # proc(5); likewise
+MOUNTS = Path("/proc/self/mountinfo")  # proc(5); macOS has none
 SYSCTL = "/usr/sbin/sysctl"
 
 
@@ -47,13 +48,13 @@ def machine() -> str:
 def file_system(path: Path) -> str:
     """The kind of file system that `path` lies on, or "" where it cannot be known."""
     try:
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        mounts = [line.split() for line in MOUNTS.read_text().splitlines()]
     except OSError:
         return ""
     place = path.resolve()
-    # mountinfo(5): field 4 is the mount point, the file system's type follows the separator "-"
+    # proc(5): field 4 is the mount point, the file system's type follows the separator "-"; later ones lie above
     mount_points = [(m[4], m[m.index("-") + 1]) for m in mounts if place.is_relative_to(m[4].replace("\\040", " "))]
-    return max(mount_points, key=lambda mount: len(mount[0]), default=("", ""))[1]
+    return max(reversed(mount_points), key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
 def overwrites_in_place(path: Path) -> bool:

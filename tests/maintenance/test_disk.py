@@ -134,3 +134,22 @@ def test_where_there_is_no_disk_or_nothing_to_read_nothing_is_measured(
     assert measure_disk_speed(tmp_path / "empty", 0.1, larger=True) is None
     set_inside(monkeypatch, disk_file_system=lambda path: "tmpfs")
     assert measure_disk_speed(folder, 0.1, larger=True) is None
+
+
+def test_the_file_system_is_the_one_that_was_mounted_last_at_the_nearest_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As systemd mounts a network file system over the place that waits for its first use."""
+    (tmp_path / "my data" / "runs").mkdir(parents=True)
+    place = str(tmp_path / "my data").replace(" ", "\\040")
+    kinds = {"/": "ext4", f"{place} ": "autofs", place: "nfs4", f"{place}/runs/other": "tmpfs"}
+    lines = [
+        f"2{i} 1 0:2{i} / {at.strip()} rw,relatime shared:1 - {kind} from rw"
+        for i, (at, kind) in enumerate(kinds.items())
+    ]
+    (tmp_path / "mounts").write_text("\n".join(lines))
+    set_inside(monkeypatch, mounts=tmp_path / "mounts")
+    kind_of = get_inside("file_system")
+    assert kind_of(tmp_path / "my data" / "runs") == "nfs4"
+    assert get_inside("network_file_system")(tmp_path / "my data") == "nfs4"
+    assert kind_of(tmp_path) == "ext4"

@@ -237,6 +237,7 @@ PLACES = {
     "repaired_record": "maintenance.verification:repaired_record",
     "most_records_tried": "maintenance.verification:MAX_TRIED",
     "disk_file_system": "maintenance.disk:file_system",
+    "mounts": "format.host:MOUNTS",
     "network_file_system": "maintenance.disk:network_filesystem",
     "write_object": "remote.objects:Objects.write",
     "swap_object": "remote.objects:Objects.replace_tagged",
