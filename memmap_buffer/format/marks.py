@@ -8,6 +8,7 @@ So several processes, and a writer of episodes beside them, may work at once, an
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ MAX_TEXT = 10_000  # characters of a note
 MAX_LABEL = 64
 MAX_KEPT = 64  # files whose marks are kept in memory until they change
 SETTLED_NS = 100_000_000  # two changes within this time may bear the same time stamp
+_NO_TEXT = re.compile("[\ud800-\udfff]")  # as Python reads bytes of a command that are no UTF-8
 WAIT_SECONDS, POLL_SECONDS = 10.0, 0.01  # for another process that is changing the file
 
 # Used by single operations of a dict, so that it needs no lock: a process may be forked while another thread is here.
@@ -209,7 +211,7 @@ def _checked(mark: Mark) -> Mark:
                 f"mark: got the label {label!r}, expected text of 1 to {MAX_LABEL} characters that can be printed and "
                 "does not begin with '!'"
             )
-    if not isinstance(mark.note, str):
+    if not isinstance(mark.note, str) or _NO_TEXT.search(mark.note):
         raise SchemaError(f"mark: got the note {mark.note!r}, expected text")
     if len(mark.note) > MAX_TEXT:
         raise SchemaError(f"mark: got a note of {len(mark.note)} characters, at most {MAX_TEXT} are kept; shorten it")

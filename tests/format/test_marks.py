@@ -61,6 +61,7 @@ def test_the_stamp_is_another_one_after_each_change(marks: Marks) -> None:
         (Mark(("!bad",)), "does not begin with '!'"),
         (Mark((3,)), "label 3"),  # type: ignore[arg-type]
         (Mark((), "x" * 10_001), "at most 10000 are kept"),
+        (Mark((), "caf\udce9"), r"note 'caf\\udce9', expected text"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(marks: Marks, mark: Mark, complaint: str) -> None:
