@@ -1,8 +1,9 @@
 """Makes the golden folders of format version 1 anew, grid and packed, with `tests/support` on the PYTHONPATH.
 
 Run it only while version 1 is not released: afterwards they must open for ever as they are, and a change of the
-bytes is a new version with folders of its own; `make_packed` alone leaves the grid as it is. Nothing of the machine
-stays in them: process, host, boot and times are overwritten. The formulas of the values stand in
+bytes is a new version with folders of its own; `make_packed` alone leaves the grid as it is. What is made anew has
+another id, and perhaps the episodes in other slots, as a writer may choose any free one. Nothing of the machine stays
+in them: process, host, boot and times are overwritten. The formulas of the values stand in
 `tests/format/test_golden.py` too, so that neither trusts the other.
 """
 
@@ -79,7 +80,7 @@ def record(buffer: ReplayBuffer, serial: int) -> None:
 
 def make() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
-    with ReplayBuffer(FOLDER, 4, 4, FIELDS, META_FIELDS, circular=True, capacity=11) as buffer:
+    with ReplayBuffer(FOLDER, 4, 4, FIELDS, META_FIELDS, circular=True, capacity=11, spare_slots=1) as buffer:
         for serial in (0, 1):
             record(buffer, serial)
         buffer.clear()
