@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from memmap_buffer.errors import RemoteError, SchemaError
 from memmap_buffer.extras import extra
-from memmap_buffer.format.syscalls import after_fork, process_id
+from memmap_buffer.format.folder import Folder
+from memmap_buffer.format.syscalls import after_fork, process_id, random_bytes
 
 TRIES, FIRST_PAUSE, LONGEST_PAUSE = 6, 0.1, 10.0  # seconds; each pause is twice the one before
 TIMEOUT, SLOWEST = 20.0, 1 << 18  # a request may take so many seconds, and one more for each so many bytes
@@ -43,6 +44,7 @@ _RETRIED_STATUS = (408, 425, 429)
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _TIMES = ("LastModified", "mtime", "created", "last_modified", "updated")  # when an object was written, by stores
 _CHANGED_NAMES = ("PreconditionFailed", "ConditionalRequestConflict", "ConditionNotMet", "BlobAlreadyExists")
+_STARTED = int.from_bytes(random_bytes(4), "little")  # processes of other hosts may have the same number as this one
 _file_systems: list[Any] = []  # all that were opened, kept: else a forked child would drop and so close its parent's
 
 
@@ -186,12 +188,15 @@ class Objects:
     def write(self, path: str, data: bytes | Path) -> None:
         """Make or replace an object, by bytes or by the content of a file, which is sent a part at a time.
 
+        In a folder of this machine it is on the disk at return, but for the names of new folders.
+
         Raises:
             RemoteError: the store fails, or cannot be written to.
         """
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         place = self._path(path)
-        new = place if self._writes_whole else f"{place}.{process_id()}.new"
+        new = place if self._writes_whole else f"{place}.{process_id()}{_STARTED}.new"
+        folder = None if self.local is None else Folder(Path(place).parent)
 
         async def send() -> None:
             options = {"retry_total": 0} if self._is_azure else {}  # as for `_get_from_azure`
@@ -201,8 +206,12 @@ class Objects:
                 await self._call("put_file", str(data), new, **options)
             else:
                 await self._call("pipe_file", new, data, **options)
+            if folder is not None:
+                await asyncio.to_thread(folder.sync_array, Path(new).name)
             if new != place:
                 await self._call("mv", new, place)
+            if folder is not None:
+                await asyncio.to_thread(folder.sync_folders, "")
 
         async def request() -> None:
             try:

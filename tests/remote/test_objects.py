@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from range_server import RangeServer
 
 from memmap_buffer import RemoteError, SchemaError
+from memmap_buffer.format.syscalls import System
 from memmap_buffer.remote import objects
 from memmap_buffer.remote.objects import Objects, shown
 
@@ -59,6 +62,33 @@ def test_what_was_written_is_read_by_ranges_sizes_and_names(store: Objects, tmp_
     store.remove("a/b/d.bin")
     store.remove("a/b/d.bin")
     assert store.names("a/b") == ["c.bin"]
+
+
+def test_what_is_written_to_a_folder_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_disk = list[int]()
+    for name in ("barrier", "sync_folder"):
+        monkeypatch.setattr(System, name, lambda _, fd: on_disk.append(os.fstat(fd).st_ino))
+    (tmp_path / "file").write_bytes(BYTES)
+    for path, data in {"one": BYTES, "deep/er/two": tmp_path / "file"}.items():
+        on_disk.clear()
+        Objects(f"file://{tmp_path}/far").write(path, data)
+        place = tmp_path / "far" / path
+        assert on_disk == [place.stat().st_ino, place.parent.stat().st_ino]
+        assert place.read_bytes() == BYTES
+
+
+def test_processes_of_one_number_on_two_hosts_write_to_files_of_their_own(tmp_path: Path) -> None:
+    script = f"""
+import os
+os.getpid = lambda: 1
+from fsspec.implementations.local import LocalFileSystem
+LocalFileSystem.mv = lambda self, new, place: print(new)
+from memmap_buffer.remote.objects import Objects
+Objects("file://{tmp_path}").write("one", b"")
+"""
+    command = [sys.executable, "-c", script]
+    names = {subprocess.run(command, capture_output=True, check=True).stdout for _ in range(2)}
+    assert len(names) == 2 and not any(name == b"" for name in names)
 
 
 def test_what_is_missing_or_too_large_is_an_error_at_once(store: Objects) -> None:
