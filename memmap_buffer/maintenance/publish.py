@@ -44,6 +44,7 @@ from memmap_buffer.remote.layout import (
     ENTRIES,
     HEAD,
     MAX_HEAD_BYTES,
+    MAX_LINE,
     MAX_ROOT_BYTES,
     MERGED,
     MERGED_BYTES,
@@ -333,6 +334,12 @@ def _head_files(storage: Storage) -> dict[str, bytes]:
     names = ["schema.json", *names, *(f"extra/{name}" for name in folder.list("extra"))]
     if bad := [name for name in names if not is_head_file(name)]:
         raise SchemaError(f"{bad[0]}: got a name with more than letters, digits, '.', '_' and '-'; rename or remove it")
+    size = MAX_LINE + sum(folder.marks(name)[0] for name in names)
+    if size > MAX_HEAD_BYTES:  # else nobody could read the list of shards any more
+        raise SchemaError(
+            f"{storage.path}: its records, meta fields and files in extra/ have {size:,} bytes, expected at most "
+            f"{MAX_HEAD_BYTES:,}; `pack` fewer episodes into a folder, or declare large meta fields as fields"
+        )
     return {name: folder.read(name, MAX_HEAD_BYTES) for name in names}
 
 

@@ -586,6 +586,16 @@ def test_a_head_that_is_not_what_its_schema_says_is_refused_by_every_door(tmp_pa
     assert not (tmp_path / "back" / "schema.json").exists()
 
 
+def test_a_head_that_no_reader_would_accept_is_never_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(record(tmp_path / "one"), f"file://{tmp_path}/url")
+    set_inside(monkeypatch, max_head_bytes=(1 << 20) + 10_000)
+    (record(tmp_path / "two") / "extra").mkdir()
+    (tmp_path / "two" / "extra" / "large.json").write_bytes(bytes(10_000))
+    with pytest.raises(SchemaError, match=r"meta fields and files in extra/ have .* bytes, expected at most 1,058,576"):
+        publish(tmp_path / "two", f"file://{tmp_path}/url")
+    assert [*shards_at(f"file://{tmp_path}/url")] == ["one"]
+
+
 def test_the_heads_of_many_shards_are_a_few_objects_that_are_written_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ PLACES = {
     "most_at": "format.syscalls:MOST_AT",
     "max_batch_bytes": "views.batch_builder:MAX_BATCH_BYTES",
     "batch_bytes": "views.gather:MAX_BATCH_BYTES",
+    "max_head_bytes": "maintenance.publish:MAX_HEAD_BYTES",
     "max_schema_bytes": "format.layout:MAX_SCHEMA_BYTES",
     "max_serial": "format.records:MAX_SERIAL",
     "npy_header": "format.syscalls:npy_header",
