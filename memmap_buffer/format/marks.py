@@ -151,8 +151,14 @@ class Marks:
         return parsed(data, str(self.folder.path / self.name))
 
     def _write(self, marks: Mapping[str, Mapping[int, Mark]]) -> None:
+        data = text_of(marks)
+        if len(data) > MAX_BYTES:
+            path = self.folder.path / self.name
+            raise SchemaError(
+                f"{path}: got {len(data):,} bytes of marks, expected at most {MAX_BYTES:,}; shorten notes"
+            )
         self.folder.unlink(f"{self.name}.new", missing_ok=True)  # left by a process that was killed
-        self.folder.write_new(f"{self.name}.new", text_of(marks), sync=True)
+        self.folder.write_new(f"{self.name}.new", data, sync=True)
         self.folder.rename(f"{self.name}.new", self.name)
 
 

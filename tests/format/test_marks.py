@@ -108,6 +108,14 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(marks: Marks, tmp_path:
     assert json.loads(other.read_text())["folders"] == {"a": {"1": {"labels": ["good"], "note": ""}}}
 
 
+def test_marks_that_nobody_would_read_are_not_written(marks: Marks, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks.change("a", [1], lambda _: GOOD, 0)
+    monkeypatch.setattr(module, "MAX_BYTES", 500)
+    with pytest.raises(SchemaError, match="bytes of marks, expected at most 500; shorten notes"):
+        marks.change("a", [2], lambda _: Mark((), "x" * 500), 0)
+    assert marks.of("a") == {1: GOOD}
+
+
 def test_who_waits_too_long_for_the_lock_is_told(marks: Marks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.05)
     lock = marks.folder.lock(LOCK)
