@@ -445,7 +445,7 @@ class FileLock:
 
         self._fd, self._unlock_descriptor = {"": fd}, unlock_descriptor  # kept: at the interpreter's end imports fail
         weakref.finalize(self, _unlock, self._fd, unlock_descriptor).atexit = False
-        _locks.add(self)
+        renew_after_fork(self)
 
     @classmethod
     def take(cls, name: str, directory: int) -> FileLock | None:
@@ -474,7 +474,7 @@ class FileLock:
         """Let go of the lock; twice is fine."""
         _unlock(self._fd, self._unlock_descriptor)
 
-    def forget(self) -> None:
+    def renew(self) -> None:
         """In a forked child: close the descriptor, without unlocking, as the lock is the parent's."""
         close_all(self._fd)
 
@@ -586,19 +586,8 @@ def locked(path: str) -> Iterator[int]:
         _unlock({"": fd}, unlock_descriptor)
 
 
-_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
-
-
 def _unlock(descriptor: dict[str, int], unlock: Callable[[int], None]) -> None:
     for fd in descriptor.values():
         with suppress(OSError):  # closing unlocks, too, unless a child that was just forked has the descriptor as well
             unlock(fd)
     close_all(descriptor)
-
-
-def _forget_locks() -> None:
-    for lock in list(_locks):
-        lock.forget()
-
-
-after_fork(_forget_locks)
