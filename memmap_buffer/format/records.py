@@ -227,11 +227,6 @@ def changed_records(words: Words, before: Columns) -> npt.NDArray[np.int64]:
     return np.flatnonzero(changed)
 
 
-def valid(words: Words, max_timesteps: int, rows: int | None) -> npt.NDArray[np.bool_]:
-    """(n,) whether each record is valid; see `columns_of`."""
-    return columns_of(words, max_timesteps, rows).valid
-
-
 def _put(out: Columns, here: slice, part: Words, spare: Words) -> None:
     """Put records (8, n) into the columns; `valid` becomes whether the check is right."""
     for column, word in ((out.generation, GENERATION), (out.serial, SERIAL), (out.check, CHECK)):

@@ -38,11 +38,11 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.shards import is_joined_name
-from memmap_buffer.maintenance.publish import ENTRY
+from memmap_buffer.maintenance.publish import entries_in
 from memmap_buffer.paths import url_of
 from memmap_buffer.progress import progress
 from memmap_buffer.remote.layout import (
@@ -68,13 +68,6 @@ _SHARD = re.compile(rf"([^/]+)/{re.escape(SHARD)}")
 _HEAD = re.compile(rf"{HEADS}/[0-9a-f]{{32}}\.bin")
 _NEW = re.compile(rf"({ROOT}|[^/]+/{SHARD}|{HEADS}/[^/]+|{ENTRIES}/[^/]+|[^/]+/[0-9a-f]{{32}}/.+)\.[0-9]+\.new")
 Listing = Mapping[str, Stored]
-
-
-class _Garbage(NamedTuple):
-    """An object to be removed: its path, and what it is told as: itself, or the folder of its version."""
-
-    path: str
-    told_as: str
 
 
 def collect_garbage(
@@ -116,13 +109,19 @@ def collect_garbage(
     if ROOT not in listing or not root.shards:
         raise nothing_at(objects, ROOT)
     entries, leftovers = list(_entries(listing, root, seconds)), list(_heads_and_leftovers(listing, root, seconds))
-    gone = {each.path for each in entries + leftovers}
-    rest = {path: stored for path, stored in listing.items() if path not in gone}
+    rest = {path: listing[path] for path in listing.keys() - {*entries, *leftovers}}
     garbage = [*entries, *leftovers, *_versions(objects, rest, root, seconds)]
     removed: dict[str, int] = {}
-    for each in garbage if dry_run else progress(_removed(objects, garbage, seconds), "removing", len(garbage)):
-        removed[each.told_as] = removed.get(each.told_as, 0) + listing[each.path].size
+    for path in garbage if dry_run else progress(_removed(objects, garbage, seconds), "removing", len(garbage)):
+        told_as = _version_of(path) or path
+        removed[told_as] = removed.get(told_as, 0) + listing[path].size
     return removed
+
+
+def _version_of(path: str) -> str:
+    """The folder of the version that an object belongs to; "" where it is none, or was not written to its end."""
+    match = _VERSION.fullmatch(path)
+    return "" if match is None or path.endswith(".new") else f"{match['name']}/{match['version']}"
 
 
 def _listing(objects: Objects) -> Listing:
@@ -139,24 +138,17 @@ def _listing(objects: Objects) -> Listing:
     return listing
 
 
-def _entered(listing: Listing) -> dict[str, tuple[str, str]]:
-    """(shard, version) of each entry, by its path, in the order of time."""
-    start = f"{ENTRIES}/"
-    paths = sorted(path for path in listing if path.startswith(start))
-    matches = {path: match for path in paths if (match := ENTRY.fullmatch(path[len(start) :]))}
-    return {path: (match["name"], match["version"]) for path, match in matches.items()}
-
-
-def _entries(listing: Listing, root: Root, seconds: float) -> Iterator[_Garbage]:
+def _entries(listing: Listing, root: Root, seconds: float) -> Iterator[str]:
     """Entries that are superseded or listed, of each shard the oldest first."""
-    entered = _entered(listing)
-    newest = {name: path for path, (name, _) in entered.items()}
+    entries = entries_in(listing)
+    newest = {entry["name"]: path for path, entry in entries.items()}
     kept: set[str] = set()  # shards of which a younger entry stays, and so all that are newer
-    for path, (name, version) in entered.items():
-        if path == newest[name] and not (root.has(name, version) and _is_listed_for(listing, root, name, seconds)):
+    for path, entry in entries.items():
+        name, is_listed = entry["name"], root.has(entry["name"], entry["version"])
+        if path == newest[name] and not (is_listed and _is_listed_for(listing, root, name, seconds)):
             continue
         if listing[path].is_older(seconds) and name not in kept:
-            yield _Garbage(path, path)
+            yield path
         else:
             kept.add(name)
 
@@ -167,14 +159,14 @@ def _is_listed_for(listing: Listing, root: Root, name: str, seconds: float) -> b
     return head is not None and head.is_older(seconds)
 
 
-def _heads_and_leftovers(listing: Listing, root: Root, seconds: float) -> Iterator[_Garbage]:
+def _heads_and_leftovers(listing: Listing, root: Root, seconds: float) -> Iterator[str]:
     heads = {head_object(key) for key in root.heads}
     for path, stored in listing.items():
         if stored.is_older(seconds) and (_NEW.fullmatch(path) or (_HEAD.fullmatch(path) and path not in heads)):
-            yield _Garbage(path, path)
+            yield path
 
 
-def _versions(objects: Objects, listing: Listing, root: Root, seconds: float) -> list[_Garbage]:
+def _versions(objects: Objects, listing: Listing, root: Root, seconds: float) -> list[str]:
     """The objects of versions that nothing in a listing names, all their heads first.
 
     Only of shards that were published, as `shard.json` says, and of folders that hold nothing else: whatever another
@@ -184,7 +176,8 @@ def _versions(objects: Objects, listing: Listing, root: Root, seconds: float) ->
     for path in listing:
         if (match := _VERSION.fullmatch(path)) and is_shard_name(match["name"]):
             versions.setdefault((match["name"], match["version"]), []).append(path)
-    for named in (*_entered(listing).values(), *((name, shard.version) for name, shard in root.shards.items())):
+    entered = [(entry["name"], entry["version"]) for entry in entries_in(listing).values()]
+    for named in (*entered, *((name, shard.version) for name, shard in root.shards.items())):
         versions.pop(named, None)
     unnamed = {
         (name, version): paths
@@ -205,14 +198,14 @@ def _versions(objects: Objects, listing: Listing, root: Root, seconds: float) ->
         tuple(path.split("/", 2)[:2]) for path in listing if path.count("/") > 1 and not _VERSION.fullmatch(path)
     }
     garbage = [
-        _Garbage(path, f"{name}/{version}")
+        path
         for (name, version), paths in unnamed.items()
         if (name, version) not in foreign
         and (name in over or ((shard := shards.get(name)) is not None and shard.version != version))
         for path in paths
     ]
-    kept = {path.partition("/")[0] for path in listing.keys() - {each.path for each in garbage} - {*described.values()}}
-    garbage += [_Garbage(described[name], described[name]) for name in sorted((over & described.keys()) - kept)]
+    kept = {path.partition("/")[0] for path in listing.keys() - {*garbage} - {*described.values()}}
+    garbage += [described[name] for name in sorted((over & described.keys()) - kept)]
     return sorted(garbage, key=_order)
 
 
@@ -223,29 +216,28 @@ def _is_over(root: Root, name: str, id: str | None = None) -> bool:
     return is_joined_name(name) if id is None else name in root.joined or name == joined_name(id)
 
 
-def _removed(objects: Objects, garbage: list[_Garbage], seconds: float) -> Iterator[_Garbage]:
+def _removed(objects: Objects, garbage: list[str], seconds: float) -> Iterator[str]:
     """The garbage that was removed: entries one by one, then the others, several at a time, in their order."""
     remove = partial(_remove, objects, seconds)
     with ThreadPoolExecutor(TOGETHER) as pool:
         for kind, part in groupby(garbage, _order):
-            some = list(part)
-            done = (pool.map if kind else map)(remove, some)
-            yield from (each for each, removed in zip(some, done, strict=True) if removed)
+            paths = list(part)
+            done = (pool.map if kind else map)(remove, paths)
+            yield from (path for path, removed in zip(paths, done, strict=True) if removed)
 
 
-def _order(garbage: _Garbage) -> int:
+def _order(path: str) -> int:
     """The place of its kind: all of one kind are removed before any of the next."""
     entry, head, shard = f"{ENTRIES}/", f"/{HEAD}", f"/{SHARD}"
-    path = garbage.path
     return 0 if path.startswith(entry) else 1 if path.endswith(head) else 3 if path.endswith(shard) else 2
 
 
-def _remove(objects: Objects, seconds: float, garbage: _Garbage) -> bool:
+def _remove(objects: Objects, seconds: float, path: str) -> bool:
     """Whether an object was still to be removed; the folders that it was the last file of go with it."""
-    if not objects.remove_older(garbage.path, seconds):
+    if not objects.remove_older(path, seconds):
         return False
-    if objects.local is not None and garbage.told_as != garbage.path:
-        for folder in (objects.local / garbage.told_as / "data", objects.local / garbage.told_as):
+    if objects.local is not None and (version := _version_of(path)):
+        for folder in (objects.local / version / "data", objects.local / version):
             with suppress(OSError):
                 folder.rmdir()
     return True

@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from os import PathLike
@@ -73,7 +73,7 @@ LOCK_SECONDS, LOCK_PAUSE = 60.0, 0.02
 REUSE_SECONDS = 43200.0  # the age of what a publisher that was killed left, up to which no collector may remove it
 LOOKS = 3  # how often what was sent is looked at: the host may sleep for days between two requests
 SETTLE_SECONDS = 30.0  # longer than a collector's request takes that saw what was written over
-ENTRY = re.compile(r"[0-9]{20}\.(?P<version>[0-9a-f]{32})\.(?P<name>.+)\.json")
+_ENTRY = re.compile(rf"{ENTRIES}/(?P<time>[0-9]{{20}})\.(?P<version>[0-9a-f]{{32}})\.(?P<name>.+)\.json")
 Contents: TypeAlias = dict[str, "bytes | Path"]
 FileMarks: TypeAlias = dict[str, tuple[int, int, int]]
 
@@ -429,13 +429,14 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
     root = read_root(objects)
     _require_same_buffer(objects, name, shard, root.shards.get(name))
     if not root.has(name, shard.version):
-        last = max((int(file[:20]) for file, entry in _entries(objects).items() if entry["name"] == name), default=-1)
+        entries = entries_in(objects.listing(ENTRIES)).values()
+        last = max((int(entry["time"]) for entry in entries if entry["name"] == name), default=-1)
         at = max(time.time_ns(), last + 1)  # the clock may have been put back
         objects.write(f"{ENTRIES}/{at:020}.{shard.version}.{name}.json", shard.to_json())
     for _ in range(ROUNDS):
-        files = _entries(objects)
+        files = entries_in(objects.listing(ENTRIES))
         root = read_root(objects)
-        newest = {entry["name"]: entry for entry in files.values()}  # by time, as they are sorted
+        newest = {entry["name"]: entry for entry in files.values()}
         unlisted = {
             shard_name: entered
             for shard_name, entry in newest.items()
@@ -445,21 +446,22 @@ def _list_by_entry(objects: Objects, name: str, shard: Shard) -> None:
         }
         ours = {n: new for n, new in unlisted.items() if n not in root.shards or root.shards[n].id == new[0].id}
         _rewrite(objects, ours, {})
-        if _entries(objects).keys() == files.keys():
+        if entries_in(objects.listing(ENTRIES)).keys() == files.keys():
             break
-    for file, entry in files.items():
+    for path, entry in files.items():
         if entry["name"] == name and entry is not newest[name]:
-            objects.remove(f"{ENTRIES}/{file}")
+            objects.remove(path)
     _require_same_buffer(objects, name, shard, read_root(objects).shards.get(name))
 
 
-def _entries(objects: Objects) -> dict[str, re.Match[str]]:
-    return {file: entry for file in objects.names(ENTRIES) if (entry := ENTRY.fullmatch(file))}
+def entries_in(paths: Iterable[str]) -> dict[str, re.Match[str]]:
+    """Path -> the `time`, `version` and `name` of a shard, of those objects that are entries, in the order of time."""
+    return {path: entry for path in sorted(paths) if (entry := _ENTRY.fullmatch(path))}
 
 
 def _entered(objects: Objects, entry: re.Match[str]) -> tuple[Shard, bytes] | None:
     """The shard of an entry, and its head; None where a newer one has taken the place of the entry."""
-    shard = read_shard(objects, f"{ENTRIES}/{entry[0]}")
+    shard = read_shard(objects, entry[0])
     return None if shard is None else (shard, Published(objects, shard, entry["name"]).read_head())
 
 

@@ -43,7 +43,8 @@ def shards_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> 
         NotABufferError: nothing was published there; or a folder was published to `folder`, or shards stand in it.
         RemoteError: the store fails.
     """
-    return shards_of(Objects(url_of(url), storage_options))
+    objects = Objects(url_of(url), storage_options)
+    return shards_of(objects, read_root(objects))
 
 
 def fetched_of(shards: Iterable[Shard], cache: str | PathLike[str] | None = None) -> tuple[int, int]:
@@ -79,7 +80,7 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
     """
     objects, target = Objects(url_of(url), storage_options), path_of(folder)
     root, place = read_root(objects), Folder(target)
-    shards = _shards_of(objects, root)
+    shards = shards_of(objects, root)
     if "" in shards:
         require_new_place(place)
     else:
@@ -97,12 +98,8 @@ def pull(url: str, folder: str | PathLike[str], *, storage_options: Mapping[str,
         pull_shard(Published(objects, shard, name), target / name)
 
 
-def shards_of(objects: Objects) -> dict[str, Shard]:
-    """The shards of a store, as `shards_at` returns them."""
-    return _shards_of(objects, read_root(objects))
-
-
-def _shards_of(objects: Objects, root: Root) -> dict[str, Shard]:
+def shards_of(objects: Objects, root: Root) -> dict[str, Shard]:
+    """The shards of a store whose `root.json` says this, as `shards_at` returns them."""
     if root.shards:
         return dict(root.shards)
     if (shard := read_shard(objects)) is not None:

@@ -18,7 +18,7 @@ from memmap_buffer.maintenance.pull import shards_of
 from memmap_buffer.paths import url_of
 from memmap_buffer.remote.layout import PIECE_BYTES
 from memmap_buffer.remote.objects import IN_FLIGHT, NO_RANGES, Objects, Range
-from memmap_buffer.remote.published import Published
+from memmap_buffer.remote.published import Published, read_root
 from memmap_buffer.remote.shards import CACHE
 
 LOOKS = 5  # small requests, one after another, that measure the round trip
@@ -123,7 +123,7 @@ def measure_store(url: str, seconds: float, *, storage_options: Mapping[str, Any
         RemoteError: the store fails.
     """
     objects = Objects(url_of(url), storage_options)
-    shards = shards_of(objects)
+    shards = shards_of(objects, read_root(objects))
     steps = sum(shard.steps for shard in shards.values())
     store = Store(
         len(shards),

@@ -36,7 +36,7 @@ from memmap_buffer.format.records import (
     WORDS,
     Words,
     check_of,
-    valid,
+    columns_of,
 )
 from memmap_buffer.format.storage import Maps, Storage
 from memmap_buffer.format.syscalls import npy_header
@@ -228,7 +228,7 @@ class Survey(Storage):
     def spoilt(self) -> dict[int, Words]:
         """Slot -> the words (8,) of its record, for records that are neither valid nor empty."""
         words = self.maps.words.copy()
-        good = valid(words, self.layout.max_timesteps, self.layout.rows)
+        good = columns_of(words, self.layout.max_timesteps, self.layout.rows).valid
         odd = words[:, GENERATION] & np.uint64(1) == 1
         return {slot: words[slot] for slot in np.flatnonzero(~good & (odd | words[:, 1:].any(axis=1))).tolist()}
 

@@ -232,15 +232,6 @@ class Objects:
 
         return self._run_or(None, "size", path, request)
 
-    def names(self, path: str) -> list[str]:
-        """The names of the objects in a folder, sorted; [] if there is no such folder."""
-
-        async def request() -> list[str]:
-            paths = await self._asked("ls", self._path(path), detail=False)
-            return sorted(str(name).rstrip("/").rpartition("/")[2] for name in paths)
-
-        return self._run_or([], "list", path, request)
-
     def listing(self, path: str = "") -> dict[str, Stored]:
         """All objects below a folder, by their paths; none if there is no such folder."""
 

@@ -27,7 +27,6 @@ from memmap_buffer.format.records import (
     check_of,
     columns_of,
     seal,
-    valid,
 )
 from memmap_buffer.format.storage import Storage
 
@@ -85,7 +84,7 @@ def test_any_flipped_bit_but_of_the_steps_that_are_shown_fails_the_check(record:
 def is_valid(slot: int = 0, rows: int | None = None, **values: int) -> bool:
     table = np.zeros((SLOTS, 8), np.uint64)
     table[slot] = np.frombuffer(sealed(**values), "<u8")
-    got = valid(table, MAX_TIMESTEPS, rows)
+    got = columns_of(table, MAX_TIMESTEPS, rows).valid
     assert not np.delete(got, slot).any()
     return bool(got[slot])
 
@@ -147,7 +146,7 @@ def test_packed_records_that_share_a_row_are_all_void(stretches: list[tuple[int,
     ]
     records = [sealed(**{**GOOD, "first_row": first, "length": length}) for first, length in stretches]
     words = np.frombuffer(b"".join(records), "<u8").reshape(-1, 8)
-    assert valid(words, MAX_TIMESTEPS, 17).tolist() == good
+    assert columns_of(words, MAX_TIMESTEPS, 17).valid.tolist() == good
 
 
 # In a folder

@@ -105,7 +105,7 @@ def make(place: Path, url: str, options: dict[str, Any] | None = None) -> dict[s
     for number in range(3):
         publish(extend(place / "one", number) if number else place / "one", url, storage_options=options)
         versions.append(get_inside("root_of")(store).shards["one"])
-    if store.names("entries"):
+    if store.listing("entries"):
         store.write(f"{SUPERSEDED}.{versions[0].version}.one.json", versions[0].to_json())
     kept = {shard.prefix(name) for name, shard in get_inside("root_of")(store).shards.items()}
     for path in (f"two/{'a' * 32}/data/x.npy", f"two/{'a' * 32}/data/y.npy.17.new", "root.json.5.new"):

@@ -41,7 +41,7 @@ from memmap_buffer import (
 )
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.remote.layout import Root, Shard, digest, head_object, make_head, open_head, version_of
-from memmap_buffer.remote.objects import Objects
+from memmap_buffer.remote.objects import Objects, Stored
 from memmap_buffer.remote.published import Published, read_root, read_shard
 
 
@@ -495,7 +495,7 @@ def test_an_entry_that_a_dead_publisher_left_is_listed_by_the_next(
     publish(record(tmp_path / "two"), **place)
     assert sorted(shards_at(**place)) == ["one", "two"]
     publish(extend(tmp_path / "one"), **place)
-    assert len(objects_of(place).names("entries")) == 2
+    assert len(objects_of(place).listing("entries")) == 2
     require_heads(objects_of(place))
 
 
@@ -504,11 +504,12 @@ def test_an_entry_that_a_newer_one_replaced_while_it_was_read_is_left_out(
     place: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(record(tmp_path / "one"), **place)
-    stale = f"{time.time_ns():020}.{'0' * 32}.one.json"
-    names, listed = get_inside("list_objects"), [True, True]  # by the store, the second time to be read
+    stale = f"entries/{time.time_ns():020}.{'0' * 32}.one.json"
+    listing, listed = get_inside("list_objects"), [True, True]  # by the store, the second time to be read
 
-    def late(self: Objects, path: str) -> list[str]:
-        return sorted([*names(self, path), *([stale] if listed and listed.pop() else [])])
+    def late(self: Objects, path: str) -> dict[str, Stored]:
+        there = listing(self, path)
+        return {**there, stale: Stored(1, None)} if path == "entries" and listed and listed.pop() else there
 
     publish(record(tmp_path / "two"), **place)
     set_inside(monkeypatch, list_objects=late)

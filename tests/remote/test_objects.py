@@ -58,10 +58,10 @@ def test_what_was_written_is_read_by_ranges_sizes_and_names(store: Objects, tmp_
     assert store.read_ranges(ranges) == expected
     assert dict(store.stream(ranges)) == dict(enumerate(expected))
     assert (store.size("a/b/c.bin"), store.size("a/b/x")) == (len(BYTES), None)
-    assert (store.names("a/b"), store.names("a/x")) == (["c.bin", "d.bin"], [])
+    assert (sorted(store.listing("a/b")), store.listing("a/x")) == (["a/b/c.bin", "a/b/d.bin"], {})
     store.remove("a/b/d.bin")
     store.remove("a/b/d.bin")
-    assert store.names("a/b") == ["c.bin"]
+    assert [*store.listing("a/b")] == ["a/b/c.bin"]
 
 
 def test_what_is_written_to_a_folder_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

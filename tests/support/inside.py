@@ -244,7 +244,7 @@ PLACES = {
     "swap_object": "remote.objects:Objects.replace_tagged",
     "remove_older_objects": "remote.objects:Objects.remove_older",
     "stream_object": "remote.objects:Objects.stream",
-    "list_objects": "remote.objects:Objects.names",
+    "list_objects": "remote.objects:Objects.listing",
     "head_object": "remote.layout:head_object",
     "root_of": "remote.published:read_root",
     "shard_of": "remote.published:read_shard",
