@@ -12,7 +12,7 @@ from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.folder import UPDATE, Folder
 from memmap_buffer.format.layout import BLOBS, MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.records import STATE_WORD
-from memmap_buffer.format.syscalls import CAN_RESERVE, write_word
+from memmap_buffer.format.syscalls import CAN_RESERVE, naming, write_word
 
 LEFT_BEHIND = ("schema.json.new", "schema.json.old")
 RESERVED = ("/episodes", "/state")  # readers look at every entry of these: a hole in a full tmpfs would kill them
@@ -58,7 +58,8 @@ def creating(
             whole = CAN_RESERVE and key in RESERVED
             with _claimed(mine, array.name):
                 folder.create_array(array.name, array.header, array.size, reserve or whole)
-        yield
+        with naming(folder.path):
+            yield
         for array in arrays:
             folder.sync_array(array.name)
         folder.sync_folders(*{array.name.rpartition("/")[0] for array in arrays})

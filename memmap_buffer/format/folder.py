@@ -39,6 +39,7 @@ from memmap_buffer.format.syscalls import (
     identity,
     in_pages,
     map_file,
+    naming,
     read_at,
     write_all,
 )
@@ -279,7 +280,7 @@ class Folder:
         Raises: CorruptBufferError: the file has another size than `size`.
         """
         fd, status = self._open(name, os.O_RDWR)
-        with closing(fd):
+        with closing(fd), naming(self.path / name):
             if size is not None and status.st_size != size:
                 raise CorruptBufferError(self._text(name, f"has not {size} bytes any more"), path=self.path / name)
             yield fd
@@ -293,7 +294,7 @@ class Folder:
     @contextmanager
     def writing(self, name: str, header: bytes, size: int) -> Iterator[int]:
         """A descriptor for `write_all`; at the end of the block all is on the disk, and the descriptor closed."""
-        with closing(self.open_to_write(name, header, size)) as fd:
+        with closing(self.open_to_write(name, header, size)) as fd, naming(self.path / name):
             yield fd
             barrier(fd)
 
@@ -331,7 +332,7 @@ class Folder:
                 fd = syscalls.system.create(base, directory)
             except FileExistsError:
                 raise self._in_the_way(name) from None
-            with closing(fd):
+            with closing(fd), naming(self.path / name):
                 try:
                     yield fd, directory
                 except BaseException:

@@ -134,6 +134,17 @@ def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
     return b"\x93NUMPY\x01\x00" + (len(text) + padding + 1).to_bytes(2, "little") + text + b" " * padding + b"\n"
 
 
+@contextmanager
+def naming(path: os.PathLike[str] | str) -> Iterator[None]:
+    """Have an error of the system that the block raises name a file, as a call by descriptor names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.strerror == os.strerror(error.errno or 0):  # else it has a text of ours
+            error.filename = str(path)
+        raise
+
+
 def write_all(fd: int, data: Array | bytes, offset: int) -> None:
     """Write every byte of a C-contiguous array at `offset`, going on after a short write.
 
@@ -581,7 +592,8 @@ def locked(path: str) -> Iterator[int]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | NEVER_FOLLOW, 0o600)
     try:
         lock_descriptor(fd, poll_interval=POLL_SECONDS)
-        yield fd
+        with naming(path):
+            yield fd
     finally:
         _unlock({"": fd}, unlock_descriptor)
 

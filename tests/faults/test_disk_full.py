@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import in_child, system
-from inside import set_inside
+from inside import get_inside, set_inside
 from kill_writer import CODED, RING, content, exact, following, make, staged, steps
 from mounts import fill, on_ext4, on_tmpfs
 
-from memmap_buffer import ReplayBuffer, verify
+from memmap_buffer import ReplayBuffer, pack, publish, pull, verify
 
 SIZES = {"max_episodes": 1000, "circular": False}  # 100 MB, sparse
 MODES: dict[str, dict[str, Any]] = {
@@ -397,6 +397,33 @@ def test_an_error_at_any_operation_of_a_creation_leaves_nothing_behind(tmp_path,
             assert left <= {".lock"}
     assert faulty.count >= 1
     assert exact(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "most"),
+    [("new/schema.json.new", 0), ("packed", 4000), ("back/data/x.npy", 4000), ("cache/.*/state.npy", 4000)],
+)
+def test_a_full_disk_is_told_with_the_file_that_finds_no_room(tmp_path, monkeypatch, place, most):
+    with ReplayBuffer(tmp_path / "one", 1, 9, {"x": ("uint8", (1000,))}, {"y": ("uint8", (5000,))}) as buffer:
+        buffer.store_episode(x=np.ones((9, 1000)), y=np.ones(5000))
+    publish(tmp_path / "one", f"file://{tmp_path}/url")
+    url, calls = f"file://{tmp_path}/url/one", get_inside("system")
+    write = calls.pwrite
+
+    def refuse(fd: int, data: Any, offset: int) -> int:
+        if memoryview(data).nbytes > most:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data, offset)
+
+    monkeypatch.setattr(calls, "pwrite", refuse)
+    work = {
+        "new": lambda: ReplayBuffer(tmp_path / "new", 1, 1, {"x": "int"}),
+        "packed": lambda: pack(tmp_path / "one", tmp_path / "packed"),
+        "back": lambda: pull(url, tmp_path / "back"),
+        "cache": lambda: ReplayBuffer.from_folder(url, cache=tmp_path / "cache").episode(0),
+    }
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/{place}'"):
+        work[place.partition("/")[0]]()
 
 
 def test_a_buffer_larger_than_the_free_space_is_created_with_a_warning(tmp_path, caplog):
