@@ -191,8 +191,8 @@ class Cache:
             with suppress(FileNotFoundError):  # another process removes it, or gives it its name
                 if _MIRROR.fullmatch(name) and not (new and path.lstat().st_mtime > time.time() - UNFINISHED):
                     remove_mirror(path)
-        for name in self.heads():
-            Folder(self.path).unlink(head_object(name), missing_ok=True)
+        for name in filter(_HEAD.match, Folder(self.path).list(HEADS)):  # also what a kill left of one
+            Folder(self.path).unlink(f"{HEADS}/{name}", missing_ok=True)
         with locked(str(self.path / USAGE)) as fd:
             write_word(fd, self._count(), 0)
 

@@ -319,8 +319,11 @@ def test_only_a_cache_is_emptied_and_only_what_is_its_own(place: Path, tmp_path:
     os.utime(tmp_path / names[1], (time.time() - 90000,) * 2)
     (tmp_path / "heads").mkdir(exist_ok=True)
     (tmp_path / "heads" / "policy.bin").write_bytes(b"mine")
+    killed = tmp_path / "heads" / f"{'a' * 32}.bin.{'b' * 16}"  # while it was written
+    killed.write_bytes(b"half")
     assert check_cache(tmp_path) == {}
     clear_cache(tmp_path)
+    assert not killed.exists()
     assert (tmp_path / "heads" / "policy.bin").read_bytes() == b"mine"
     assert (tmp_path / "mine" / "file").read_bytes() == b"mine"
     assert [(tmp_path / name).exists() for name in names] == [True, False]
