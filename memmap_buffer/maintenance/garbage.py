@@ -21,7 +21,8 @@ Why nothing is lost, whoever reads or publishes at the time, and wherever a coll
 - Of a version the head goes first, so that what a kill leaves cannot be opened. Of a shard that was joined `shard.json`
   goes last, as it tells that the rest is ours; its readers have as long as the shard that has its episodes is listed.
 - Of a shard that others are to be joined into `shard.json` keeps nothing until the shard is listed. So a publisher that
-  finds it there trusts what it names no longer than other leftovers, writes it anew, waits, and looks at it again.
+  finds it there trusts what it names no longer than other leftovers, writes it anew, waits, and looks at it again. It
+  looks once more when the shard is listed: of two collectors the second may remove late what the first one did before.
 - An object of `heads/` may be gone a moment after a reader read a list that named it. It reads the list once more, and
   else the head of each version; so does a publisher that puts heads together.
 - An entry that is listed stays until the head that its shard is listed by is as old: a publisher that read the list

@@ -154,6 +154,8 @@ def publish_packed(
             objects.write(f"{name}/{SHARD}", before.to_json())
         raise
     _send(objects, shard.prefix(name), contents, math.inf)  # what a collector removed meanwhile
+    if not is_kept and read_shard(objects, f"{name}/{SHARD}") != shard:
+        objects.write(f"{name}/{SHARD}", shard.to_json())
 
 
 def require_fields(objects: Objects, what: str, layout: Layout, name: str = "") -> None:

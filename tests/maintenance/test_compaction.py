@@ -509,6 +509,28 @@ def test_what_a_collector_is_about_to_remove_while_it_is_written_is_there_in_the
     assert [*shards_at(f"{url}/{place.name}")] == [""]
 
 
+def test_what_the_second_of_two_collectors_removes_late_is_there_in_the_end(
+    killed_before_it_was_listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have looked at the old objects; the first has removed them, and the second removes each new one once."""
+    url, write, removed = killed_before_it_was_listed, get_inside("write_object"), set[str]()
+    collect_garbage(url)
+    assert not [*(tmp_path / "url").glob("joined-*/shard.json")]
+
+    def late(self: Any, path: str, data: Any) -> None:
+        write(self, path, data)
+        if path.startswith("joined-") and path not in removed:
+            removed.add(path)
+            (tmp_path / "url" / path).unlink()
+
+    set_inside(monkeypatch, write_object=late)
+    compact(url)
+    (joined,) = shards_at(url)
+    assert f"{joined}/shard.json" in removed
+    assert len(episodes(url, tmp_path / "back")) == 2 * SHARDS
+    assert [*shards_at(f"{url}/{joined}")] == [""]
+
+
 def test_a_copy_of_a_root_is_read_whole_and_none_of_before_is_mixed_with_it(url: str, tmp_path: Path) -> None:
     pull(url, tmp_path / "before")
     publish(record(tmp_path / "shard-00007", 100, count=9, longest=60), url)
