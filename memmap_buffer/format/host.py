@@ -40,11 +40,6 @@ def sysctl(name: str) -> str:
         raise OSError(str(error)) from None
 
 
-def machine() -> str:
-    """The kind of processor, as the system calls it."""
-    return machine_names()[1]
-
-
 def file_system(path: Path) -> str:
     """The kind of file system that `path` lies on, or "" where it cannot be known."""
     try:
@@ -64,7 +59,7 @@ def overwrites_in_place(path: Path) -> bool:
 
 def stores_are_writes(path: Path) -> bool:
     """Whether stores into a map of allocated blocks are as good as writes: none fails, and all see them in order."""
-    return machine() in ORDERED and overwrites_in_place(path)
+    return machine_names()[1] in ORDERED and overwrites_in_place(path)
 
 
 def network_filesystem(path: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -109,13 +109,6 @@ class Recoding:
             write_all(there[key], dictionary.content, layout.arrays[key].offset(0))
 
 
-class Copied(NamedTuple):
-    """The checksums of an episode's rows of one field: `before` in the source, `after` in the copy."""
-
-    before: int
-    after: int
-
-
 def copy_rows(
     source: Storage,
     name: str,
@@ -125,7 +118,7 @@ def copy_rows(
     slot: int,
     row: int,
     there: Mapping[str, int],
-) -> Copied:
+) -> tuple[int, int]:
     """Copy an episode's rows of one field.
 
     Its blobs are written from the offset at which they would begin if no earlier timestep got smaller; for lists, if
@@ -140,6 +133,9 @@ def copy_rows(
         slot: the episode's slot in the copy.
         row: the row of its first timestep in the copy.
         there: key -> file descriptor of the copy's files.
+
+    Returns:
+        The checksums of these rows: in the source, and in the copy.
 
     Raises:
         DamagedError: a timestep cannot be read.
@@ -184,7 +180,7 @@ def copy_rows(
             write_all(there[name], stored, layout.row_offset(name, row))
             after, offset = add_rows(after, contents_of(stored, blobs)), offset + len(data)
         row += len(stored)
-    return Copied(checksum_of(before), checksum_of(after))
+    return checksum_of(before), checksum_of(after)
 
 
 def blob_room(field: Field, max_timesteps: int) -> int:

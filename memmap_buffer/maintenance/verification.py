@@ -301,8 +301,9 @@ class Survey(Storage):
             key = name if name in self.broken else name + BLOBS
             yield Finding(self.layout.arrays[key].name, f"{name!r} is cut off", slot, serial, name)
         faults = {name: self._fault(name, slot) for name in self.layout.coded if name not in cut}
+        seen = self.table.generation[slot], self.table.check[slot]
         for name, why in faults.items():
-            if why and (self.maps.words[slot, [GENERATION, CHECK]] == self._seen(slot)).all():
+            if why and (self.maps.words[slot, [GENERATION, CHECK]] == seen).all():
                 yield Finding(self.layout.arrays[name].name, f"{name!r} {why}", slot, serial, name)
         cut += [name for name, why in faults.items() if why]
         flags = int(self.table.flags[slot])
@@ -318,9 +319,6 @@ class Survey(Storage):
                     "open episode fails its checksum" if flags & OPEN else "rows and checksums are of another episode"
                 )
                 yield Finding("episodes.npy", f"the {what}", slot, serial)
-
-    def _seen(self, slot: int) -> tuple[int, int]:
-        return int(self.table.generation[slot]), int(self.table.check[slot])
 
     def _fault(self, name: str, slot: int) -> str:
         """A text that says what is wrong with the index of an episode's blobs; "" if nothing is."""
