@@ -10,6 +10,7 @@ import mmap
 import os
 import resource
 import stat
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
@@ -61,6 +62,7 @@ MIRROR = "mirror/blocks.npy"  # marks a mirror: it tells which blocks are there,
 # Files of a folder that `publish` wrote to (see `remote.layout`) -> the function that reads such a folder.
 _PUBLISHED_HERE = {"root.json": "ConcatBuffer.from_root", "shard.json": "ReplayBuffer.from_folder"}
 LARGE = 2 << 20  # bytes from which on Linux puts a map where large pages fit: reading 10⁷ records costs half the faults
+LOCK_PAUSE = 0.01  # seconds between two attempts to take a lock that is waited for
 ASKED_BYTES = 128 << 10  # Linux's default readahead window: it reads no more than that for one MADV_WILLNEED
 
 
@@ -574,6 +576,23 @@ class Folder:
             if lock is not None:
                 lock.release()
             raise
+
+    @contextmanager
+    def locked(self, name: str = ".lock", seconds: float = 0.0) -> Iterator[None]:
+        """Hold the lock `name` in the block; another process that has it is waited for, for so long. See `lock`."""
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                lock = self.lock(name)
+                break
+            except BufferLockedError:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(LOCK_PAUSE)
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:

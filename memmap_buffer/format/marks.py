@@ -11,6 +11,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ MAX_LABEL = 64
 MAX_KEPT = 64  # files whose marks are kept in memory until they change
 SETTLED_NS = 100_000_000  # two changes within this time may bear the same time stamp
 _NO_TEXT = re.compile("[\ud800-\udfff]")  # as Python reads bytes of a command that are no UTF-8
-WAIT_SECONDS, POLL_SECONDS = 10.0, 0.01  # for another process that is changing the file
+WAIT_SECONDS = 10.0  # for another process that is changing the file
 
 # Used by single operations of a dict, so that it needs no lock: a process may be forked while another thread is here.
 _kept: dict[Path, tuple[tuple[int, int, int], dict[str, dict[int, Mark]]]] = {}
@@ -123,25 +124,16 @@ class Marks:
             BufferLockedError: the lock was held by others for ten seconds.
             CorruptBufferError: the file is damaged; it stays as it is.
         """
-        lock = self._taken()
-        try:
+        with ExitStack() as lock:
+            try:
+                lock.enter_context(self.folder.locked(self.lock, WAIT_SECONDS))
+            except BufferLockedError as error:
+                path = self.folder.path / self.lock
+                raise BufferLockedError(f"{path}: somebody has been changing marks for too long") from error
             everything = self._read()
             everything[folder_id] = marks = _changed(everything.get(folder_id, {}), serials, change, oldest)
             self._write(everything)
             return marks
-        finally:
-            lock.release()
-
-    def _taken(self) -> Any:
-        end = time.monotonic() + WAIT_SECONDS
-        while True:
-            try:
-                return self.folder.lock(self.lock)
-            except BufferLockedError as error:
-                if time.monotonic() > end:
-                    path = self.folder.path / self.lock
-                    raise BufferLockedError(f"{path}: somebody has been changing marks for too long") from error
-            time.sleep(POLL_SECONDS)
 
     def _read(self) -> dict[str, dict[int, Mark]]:
         try:

@@ -69,7 +69,7 @@ from memmap_buffer.remote.published import Published, read_root, read_shard
 from memmap_buffer.remote.ranges import ranges_of
 
 ROUNDS = 1000  # how often others may be faster
-LOCK_SECONDS, LOCK_PAUSE = 60.0, 0.02
+LOCK_SECONDS = 60.0
 REUSE_SECONDS = 43200.0  # the age of what a publisher that was killed left, up to which no collector may remove it
 LOOKS = 3  # how often what was sent is looked at: the host may sleep for days between two requests
 SETTLE_SECONDS = 30.0  # longer than a collector's request takes that saw what was written over
@@ -213,7 +213,7 @@ def _temporary(source: Path) -> Iterator[Path]:
     """A folder beside another; those that a publisher that was killed left there are removed."""
     prefix = f".{source.name}.publish-"
     for leftover in source.parent.glob(f"{prefix}*"):
-        with suppress(BufferLockedError, OSError), locked(Folder(leftover)):
+        with suppress(BufferLockedError, OSError), Folder(leftover).locked():
             shutil.rmtree(leftover, ignore_errors=True)
     place, lock = _new_folder(prefix, source.parent)
     with ExitStack() as ends:
@@ -232,24 +232,6 @@ def _new_folder(prefix: str, beside: Path) -> tuple[Path, FileLock]:
         return place, Folder(place).lock()
     except (BufferLockedError, FileNotFoundError):  # another publisher took it for one that was left
         return _new_folder(prefix, beside)
-
-
-@contextmanager
-def locked(folder: Folder, seconds: float = 0.0) -> Iterator[None]:
-    """The lock of a folder, held in the block; another process that has it is waited for, for so long."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            lock = folder.lock()
-            break
-        except BufferLockedError:
-            if time.monotonic() >= until:
-                raise
-            time.sleep(LOCK_PAUSE)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 # The objects of a shard
@@ -401,7 +383,7 @@ def _list(objects: Objects, name: str, shard: Shard, head: bytes, joined: Mappin
         _list_on_condition(objects, new, joined)
     elif objects.local is not None:
         Folder(objects.local).create()
-        with locked(Folder(objects.local), LOCK_SECONDS):
+        with Folder(objects.local).locked(seconds=LOCK_SECONDS):
             _rewrite(objects, new, joined)
     else:
         assert not joined

@@ -31,7 +31,7 @@ from memmap_buffer.format.layout import Layout, new_id
 from memmap_buffer.format.lock import Turn, WriterLock
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id
-from memmap_buffer.maintenance.publish import locked, publish, require_fields
+from memmap_buffer.maintenance.publish import publish, require_fields
 from memmap_buffer.paths import url_of
 from memmap_buffer.remote.layout import ROOT
 from memmap_buffer.remote.objects import Objects
@@ -275,7 +275,7 @@ class Publisher:
         for path in (lock.parent for lock in self._root.glob("*/.lock")):
             is_others = _NAME.fullmatch(path.name) and not path.name.startswith(self._prefix)
             if is_others and not Folder(path).exists("schema.json"):
-                with suppress(MemmapBufferError, OSError), locked(Folder(path)):
+                with suppress(MemmapBufferError, OSError), Folder(path).locked():
                     if creation.is_unfinished(Folder(path)):
                         _remove(path)
 
@@ -293,12 +293,12 @@ class Publisher:
         Args: away: what the store failed by, if it cannot be reached; raised where something had to be sent.
         Raises: BufferLockedError: somebody records it, or publishes it at this moment.
         """
-        with locked(Folder(path)):  # before anything else: a writer would take the place of one in this process
+        with Folder(path).locked():  # before anything else: a writer would take the place of one in this process
             interrupted = Folder(path).exists(UPDATE)
         if interrupted:
             with closing(Writer(Storage.open(path), WriterLock(Folder(path)), WriteOptions())) as writer:
                 writer.begin()  # which does the update that a kill interrupted
-        with locked(Folder(path)):
+        with Folder(path).locked():
             num_episodes = len(Storage.open(path, read_only=True).refresh())
             if num_episodes and away is not None:
                 raise away

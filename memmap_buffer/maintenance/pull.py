@@ -17,7 +17,6 @@ from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, ArrayFile, Layout
 from memmap_buffer.format.shards import require_new_place
 from memmap_buffer.format.syscalls import read_at, write_all
-from memmap_buffer.maintenance.publish import locked
 from memmap_buffer.paths import path_of, url_of
 from memmap_buffer.progress import progress
 from memmap_buffer.remote.cache import Cache, fetched
@@ -123,7 +122,7 @@ def pull_shard(published: Published, path: Path) -> None:
     schema, _ = files.pop("schema.json"), files.pop(BLOCK_SIZES, None)
     folder = Folder(path)
     folder.create()
-    with folder.kept_open() as target, locked(target):
+    with folder.kept_open() as target, target.locked():
         if _is_there(target, schema):
             return
         _claim(target, layout, schema, files)
