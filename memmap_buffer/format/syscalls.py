@@ -136,13 +136,18 @@ def npy_header(descr: str, shape: tuple[int, ...]) -> bytes:
 
 @contextmanager
 def naming(path: os.PathLike[str] | str) -> Iterator[None]:
-    """Have an error of the system that the block raises name a file, as a call by descriptor names none."""
+    """Have an error of the system that the block raises name a file, see `name_in`."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.strerror == os.strerror(error.errno or 0):  # else it has a text of ours
-            error.filename = str(path)
+        name_in(error, path)
         raise
+
+
+def name_in(error: BaseException, path: os.PathLike[str] | str) -> None:
+    """Name a file in an error of the system, as a call by descriptor names none."""
+    if isinstance(error, OSError) and error.filename is None and error.strerror == os.strerror(error.errno or 0):
+        error.filename = str(path)  # else it names one, or has a text of ours
 
 
 def write_all(fd: int, data: Array | bytes, offset: int) -> None:

@@ -31,6 +31,7 @@ from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.open_episodes import Statement
 from memmap_buffer.format.records import CUT, DELETED, EXTENT, FINAL, GENERATION, INNER_END, OPEN, TERMINATED
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import name_in
 from memmap_buffer.writing import redo
 from memmap_buffer.writing.commit import SlotWriter, WriteHandles, commit, show
 from memmap_buffer.writing.episode import Appended, End, Episode, Staging
@@ -186,7 +187,8 @@ class Writer:
             done = work(files)
             self._settled = True
             return done
-        except BaseException:
+        except BaseException as error:
+            name_in(error, self.storage.path)
             if self.lock.mine:
                 with suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
                     self._settle(files)
@@ -669,7 +671,8 @@ class Writer:
                 if self._given_up:
                     self._give_back(joint.files)
             self._settled = True
-        except BaseException:
+        except BaseException as error:
+            name_in(error, self.storage.path)
             if self.lock.mine:
                 with suppress(OSError):
                     self._settle(joint.files)

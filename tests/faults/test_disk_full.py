@@ -426,6 +426,32 @@ def test_a_full_disk_is_told_with_the_file_that_finds_no_room(tmp_path, monkeypa
         work[place.partition("/")[0]]()
 
 
+@pytest.mark.parametrize("options", [{}, {"publish": "step"}, {"stage": "disk"}], ids=str)
+def test_a_full_disk_is_told_with_the_folder_that_finds_no_room_for_an_episode(tmp_path, monkeypatch, options):
+    set_inside(monkeypatch, staged_bytes=1)
+    buffer = ReplayBuffer(tmp_path / "one", 1, 9, {"x": ("uint8", (5000,))}, spare_slots=2, **options)
+    calls = get_inside("system")
+    write = calls.pwrite
+
+    def refuse(fd: int, data: Any, offset: int) -> int:
+        if memoryview(data).nbytes >= 5000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "pwrite", refuse)
+        for store in (lambda: buffer.store_episode(x=np.ones((9, 5000))), lambda: one_by_one(buffer)):
+            with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/one'"):
+                store()
+    buffer.close()
+
+
+def one_by_one(buffer: ReplayBuffer) -> None:
+    with buffer.one_episode() as episode:
+        for _ in range(9):
+            episode.store(x=np.ones(5000))
+
+
 def test_a_buffer_larger_than_the_free_space_is_created_with_a_warning(tmp_path, caplog):
     """Fault 25: sparse files may be larger than the disk; the log says by how much."""
     with caplog.at_level(logging.WARNING, "memmap_buffer"):
