@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from memmap_buffer import MemmapBufferError
 from memmap_buffer.cli import browse, doctor_bench, import_export, inspection, maintain, minimal, pictures, remote
-from memmap_buffer.cli.terminal import Problem
+from memmap_buffer.cli.terminal import Problem, end
 
 EXAMPLES: dict[str, tuple[Callable[..., None], str]] = {
     "info": (inspection.info, "info replay_data"),
@@ -94,20 +92,13 @@ def _options(
 
 def _with_errors_printed(function: Callable[..., None]) -> Callable[..., None]:
     """`function` as a command that prints errors and interruptions as one line on stderr."""
-    flags = {name: f"--{name.replace('_', '-')} " for name in inspect.signature(function).parameters}
+
+    def run(**arguments: Any) -> None:
+        _refuse_urls(arguments)
+        function(**arguments)
 
     @functools.wraps(function)
     def command(**arguments: Any) -> None:
-        try:
-            _refuse_urls(arguments)
-            function(**arguments)
-        except BrokenPipeError:  # `… | head`: typer ends quietly
-            raise
-        except (MemmapBufferError, OSError, ImportError) as error:
-            raise typer.Exit(minimal.complain(minimal.explained(error, flags))) from error
-        except KeyboardInterrupt as error:
-            notes = getattr(error, "__notes__", ["nothing half is left"])
-            text = minimal.explained(Exception("; ".join(["interrupted", *notes])), flags)
-            raise typer.Exit(minimal.complain(text, minimal.INTERRUPTED)) from None
+        end(minimal.attempt(run, arguments))  # a BrokenPipeError passes, as of `… | head`: typer ends quietly
 
     return command

@@ -54,12 +54,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as done:  # argparse has printed its help or error
         return int(done.code or OK)
     try:
-        code: int = values.pop("run")(**values)
-        return code
-    except (MemmapBufferError, OSError) as error:
-        return complain(explained(error, {name: f"--{name.replace('_', '-')} " for name in values}))
-    except KeyboardInterrupt:
-        return complain("interrupted", INTERRUPTED)
+        return attempt(values.pop("run"), values)
+    except BrokenPipeError as error:
+        return complain(str(error))
+
+
+def attempt(command: Callable[..., int | None], arguments: Mapping[str, Any]) -> int:
+    """The exit code of a command. Errors and interruptions are printed as one line; BrokenPipeError passes."""
+    flags = {name: f"--{name.replace('_', '-')} " for name in arguments}
+    try:
+        return command(**arguments) or OK
+    except BrokenPipeError:
+        raise
+    except (MemmapBufferError, OSError, ImportError) as error:
+        return complain(explained(error, flags))
+    except KeyboardInterrupt as error:
+        notes = getattr(error, "__notes__", ["nothing half is left"])
+        return complain(explained(Exception("; ".join(["interrupted", *notes])), flags), INTERRUPTED)
 
 
 def shards_of(folder: Path) -> list[Path]:

@@ -203,10 +203,15 @@ def test_the_command_is_installed_and_loads_no_torch(damaged: Path) -> None:
 
 
 def test_without_typer_the_four_commands_work_and_the_others_name_the_extra(damaged: Path) -> None:
-    code = "import sys; sys.modules['typer'] = None; from memmap_buffer.cli.command import main; sys.exit(main())"
+    code = (
+        "import sys; sys.modules |= {'typer': None, 'zstandard': None}; "
+        "from memmap_buffer.cli.command import main; sys.exit(main())"
+    )
+    no_zstd = "zstandard cannot be imported; install it by: pip install 'memmap-buffer[zstd]'"
     for arguments, expected in {
         ("verify", str(damaged)): (1, NAMED, ""),
         ("info", str(damaged)): (2, "", f"memmap-buffer: {minimal.EXTRA}\n"),
+        ("pack", str(damaged), f"{damaged}-copy", "--codec", "number=zstd"): (2, "", f"memmap-buffer: {no_zstd}\n"),
     }.items():
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == expected
