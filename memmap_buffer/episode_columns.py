@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 25  # bytes of padded rows that are read at a time
 TAGS = ("mark", "note")
+BINS = 24  # the most bars of a histogram
 
 
 class EpisodeColumns:
@@ -148,6 +149,31 @@ def tags_of(buffer: Readable, names: Array, file: str | None = None) -> dict[str
     each = [marks.get(key) for key in keys]
     labels = column_of_objects([mark.labels if mark else () for mark in each])
     return {"mark": labels, "note": np.array([mark.note if mark else "" for mark in each], np.str_)}
+
+
+def histogram_of(values: Array) -> tuple[Array, Array]:
+    """How many values lie in each of at most 24 equal parts of their range; each has equally many whole numbers.
+
+    Args:
+        values: (n,) numbers; those that are not finite do not count.
+
+    Returns:
+        (parts,) counts; (parts + 1,) float64 edges. A range wider than the largest float is one part.
+    """
+    numbers = values.astype(np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    low, high = (numbers.min(), numbers.max()) if len(numbers) else (0.0, 0.0)
+    with np.errstate(over="ignore"):
+        extent = high - low
+    if not np.isfinite(extent):
+        return np.array([len(numbers)]), np.array([low, high])
+    width, count = extent / BINS or 1.0, BINS if extent else 1
+    if (numbers == np.round(numbers)).all():
+        width = np.ceil((extent + 1) / BINS)
+        count = int(np.ceil((extent + 1) / width))
+    edges = low + width * np.arange(count + 1)
+    parts = np.searchsorted(edges[1:-1], numbers, side="right")
+    return np.bincount(parts, minlength=count), edges
 
 
 def column_of_objects(values: list[tuple[str, ...]]) -> Array:

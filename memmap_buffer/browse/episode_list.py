@@ -15,15 +15,15 @@ import numpy as np
 
 from memmap_buffer.conditions import column_of, matching
 from memmap_buffer.dtypes import Array
-from memmap_buffer.episode_columns import EpisodeColumns, column_of_objects, places_of, tags_of
+from memmap_buffer.episode_columns import EpisodeColumns, column_of_objects, histogram_of, places_of, tags_of
 from memmap_buffer.errors import MemmapBufferError, SchemaError
 
 if TYPE_CHECKING:
     from memmap_buffer import ConcatBuffer, ReplayBuffer
 
 LOOK_SECONDS = 0.5  # between two looks at the buffer and its marks
-BINS = 24  # bars of a histogram
 TRIES = 3
+EXACT = 2**53  # JavaScript rounds whole numbers beyond
 RESERVED = ("mark", "note", "published", "nan", "constant")
 
 
@@ -125,10 +125,10 @@ class EpisodeList:
         """Column of numbers -> (how many episodes lie in each of equal parts of its range, the edges of the parts)."""
         out = {}
         for name, values in matching(self.columns, where).items():
-            numbers = values[np.isfinite(values)] if values.dtype.kind in "iuf" else values[:0]
-            if name not in ("serial", "shard", "published") and len(numbers) and numbers.min() < numbers.max():
-                counts, edges = np.histogram(numbers.astype(np.float64), min(BINS, len(np.unique(numbers))))
-                out[name] = (counts.tolist(), edges.tolist())
+            if values.dtype.kind in "iuf" and name not in ("serial", "shard", "published"):
+                counts, edges = histogram_of(values)
+                if len(counts) > 1:
+                    out[name] = (counts.tolist(), edges.tolist())
         return out
 
     def name_of(self, text: str) -> tuple[int, ...]:
@@ -210,4 +210,5 @@ def _plain(value: Any) -> Any:
     """A value as JSON can hold it."""
     if isinstance(value, float) and not np.isfinite(value):
         return None if np.isnan(value) else str(value)
-    return str(value) if isinstance(value, complex) else value
+    as_text = isinstance(value, complex) or (isinstance(value, int) and abs(value) > EXACT)
+    return str(value) if as_text else value

@@ -318,7 +318,7 @@ def _answering(answer: Callable[[Request], Response]) -> Callable[[Request], Res
             return answer(request)
         except StaleEpisodeError:
             return _json({"error": "the episode is not there any more"}, 410)
-        except (ValueError, MemmapBufferError) as error:
+        except (ValueError, ArithmeticError, MemmapBufferError) as error:
             return _json({"error": str(error)}, 400)
         except OSError as error:
             return _json({"error": str(error)}, 503)

@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from memmap_buffer import Compression, ConcatBuffer, Field, FieldStatistics, ReplayBuffer, compression_of
-from memmap_buffer.adapters import TAGS, Array, column_of, is_url, matching
+from memmap_buffer.adapters import TAGS, Array, column_of, histogram_of, is_url, matching
 from memmap_buffer.cli.episodes import marked_table_of, read_episode, serial_of, table_of
 from memmap_buffer.cli.folders import disk_use, folders_at, name_of, opened
 from memmap_buffer.cli.minimal import say, shards_of
@@ -28,13 +28,11 @@ from memmap_buffer.cli.terminal import (
     Where,
     bytes_of,
     cell_of,
-    number_of,
     say_json,
     show_table,
 )
 
 BARS = "▁▂▃▄▅▆▇█"
-BINS = 24
 MANY = 4  # so many entries of an array are shown
 ENTRIES = 16  # `stats` has a row for each entry of a field that has no more
 
@@ -68,8 +66,8 @@ def info(
     if facts["meta_fields"]:
         show_table("\nmeta fields", _field_columns(facts["meta_fields"], "one episode"))
     for name in ("length", "return"):
-        if len(table.get(name, ())):
-            say(f"\n{_histogram(name, table[name])}")
+        if facts.get(name):
+            say(f"\n{_histogram(name, facts[name])}")
 
 
 def episodes(
@@ -255,38 +253,28 @@ def _codec_of(facts: dict[str, Any]) -> str:
 
 
 def _summary(values: Array) -> dict[str, Any] | None:
+    """Extremes, mean and histogram of the finite values, and how many are not finite; None if there are no values."""
     if not len(values):
         return None
-    counts, edges = _counts(values)
-    mean = float(np.mean(values, dtype=np.float64))
-    return {"min": values.min(), "mean": mean, "max": values.max(), "histogram": {"counts": counts, "edges": edges}}
+    finite = values[np.isfinite(values)]
+    mean = float(np.mean(finite, dtype=np.float64)) if len(finite) else None
+    counts, edges = histogram_of(finite)
+    return {
+        "min": min(finite, default=None),
+        "mean": mean,
+        "max": max(finite, default=None),
+        "not_finite": len(values) - len(finite),
+        "histogram": {"counts": counts, "edges": edges},
+    }
 
 
-def _counts(values: Array) -> tuple[Array, Array]:
-    """(counts, edges) of a histogram of at most `BINS` equal parts; of whole numbers each part has equally many."""
-    numbers = values.astype(np.float64)
-    numbers = numbers[np.isfinite(numbers)]
-    low, high = (numbers.min(), numbers.max()) if len(numbers) else (0.0, 0.0)
-    with np.errstate(over="ignore"):
-        extent = high - low
-    if not np.isfinite(extent):  # the range is wider than the largest float
-        return np.array([len(numbers)]), np.array([low, high])
-    width, count = extent / BINS or 1.0, BINS if extent else 1
-    if (numbers == np.round(numbers)).all():
-        width = np.ceil((extent + 1) / BINS)
-        count = int(np.ceil((extent + 1) / width))
-    edges = low + width * np.arange(count + 1)
-    parts = np.searchsorted(edges[1:-1], numbers, side="right")
-    return np.bincount(parts, minlength=count), edges
-
-
-def _histogram(name: str, values: Array) -> str:
+def _histogram(name: str, summary: dict[str, Any]) -> str:
     """A histogram in one line: bars between the lowest and the highest value."""
-    counts, _ = _counts(values)
+    counts, not_finite = summary["histogram"]["counts"], summary["not_finite"]
     heights = np.ceil(counts / max(1, counts.max()) * len(BARS)).astype(int)
     bars = "".join(" " if height == 0 else BARS[height - 1] for height in heights)
-    low, mean, high = (number_of(float(number)) for number in (values.min(), np.mean(values), values.max()))
-    return f"{name:<7} {low} {bars} {high}  mean {mean}"
+    low, mean, high = (cell_of(summary[key] and float(summary[key])) for key in ("min", "mean", "max"))
+    return f"{name:<7} {low} {bars} {high}  mean {mean}" + (f", {not_finite} not finite" if not_finite else "")
 
 
 def _ranges(data: dict[str, Any]) -> dict[str, list[Any]]:

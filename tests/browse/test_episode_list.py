@@ -117,9 +117,22 @@ def test_a_condition_that_cannot_be_meant_is_refused(
 def test_histograms_are_of_the_episodes_that_are_left(buffer: ReplayBuffer, listed: Callable[..., EpisodeList]) -> None:
     episodes = listed(buffer)
     counts, edges = episodes.histograms()["length"]
-    assert (sum(counts), edges[0], edges[-1]) == (10, 3, 6)
+    assert (sum(counts), edges[0], edges[-1]) == (10, 3, 7)  # each part is one length
     assert sum(episodes.histograms(["task=0"])["length"][0]) == 4
     assert "serial" not in episodes.histograms()
+
+
+def test_a_column_of_huge_numbers_hides_no_histogram_and_is_told_to_its_last_digit(
+    tmp_path: Path, listed: Callable[..., EpisodeList]
+) -> None:
+    meta = {"huge": "float64", "stamp": "int64"}
+    with ReplayBuffer(tmp_path / "huge", 4, 5, {"x": "float32"}, meta_fields=meta) as buffer:
+        for number in (1, 2):
+            buffer.store_episode(x=[0] * number, huge=[1e308, -1e308][number % 2], stamp=2**60 + 257 * number)
+        episodes = listed(buffer)
+        assert set(episodes.histograms()) == {"length", "stamp"}
+        page = episodes.page([], "stamp", False, 1, 9)["data"]
+        assert [(row["stamp"], row["length"]) for row in page] == [(str(2**60 + 257), 1), (str(2**60 + 514), 2)]
 
 
 def test_episodes_of_a_root_are_named_by_shard_and_serial(tmp_path: Path, listed: Callable[..., EpisodeList]) -> None:

@@ -242,7 +242,21 @@ def test_a_range_of_a_histogram_filters(buffer: ReplayBuffer, tab: Callable[...,
     page.mouse.move(box["x"] + box["width"] * 0.98, box["y"] + 20, steps=5)
     page.mouse.up()
     page.wait_for_function("() => document.querySelectorAll('#conditions li').length === 2")
-    wait_for_serials(page, 6, 5)
+    wait_for_serials(page, 7, 6, 5)
+
+
+def test_numbers_that_differ_in_their_last_digits_only_are_drawn(tmp_path: Path, tab: Callable[..., Any]) -> None:
+    fields = {"constant": "int64", "near": "int64", "zero": "float32"}
+    with ReplayBuffer(tmp_path / "near", 4, 9, fields, meta_fields={"stamp": "int64"}) as buffer:
+        for number in range(2):
+            near = 2**60 + 256 * np.arange(8)
+            buffer.store_episode(constant=np.full(8, 2**62), near=near, zero=np.zeros(8), stamp=2**60 + 256 * number)
+        page = tab(buffer)
+        page.wait_for_selector("#histograms figure canvas")
+        page.click(".tabulator-row >> nth=0")
+        page.wait_for_selector(".pane .curves figure >> nth=2")
+        assert page.locator(".pane .curves canvas").count() == 3
+        assert str(2**60 + 256) in page.inner_text("#table")
 
 
 def test_shards_behind_a_url_are_shown_without_marks(

@@ -191,6 +191,8 @@ def test_values_are_told_as_text(client: Client) -> None:
         ("episodes?where=nonsense", 400, "expected a column"),
         ("episodes?sort=nothing", 400, "there is no column"),
         ("episodes?page=x", 400, "invalid literal"),
+        ("episodes?size=0", 400, "by zero"),
+        (f"curve/1/state?begin={10**30}", 400, "too large"),
     ],
 )
 def test_what_cannot_be_answered_is_told(client: Client, path: str, status: int, told: str) -> None:

@@ -103,7 +103,12 @@ def test_info_of_returns_that_are_no_numbers_is_json_all_the_same(
         for value in (np.nan, np.inf):
             buffer.store_episode(reward=[value])
     assert json_of(capsys, "info", tmp_path / "odd")["return"]["mean"] is None
-    assert "return" in text_of(capsys, "info", tmp_path / "odd")
+    assert text_of(capsys, "info", tmp_path / "odd").splitlines()[-1].endswith(" -  mean -, 2 not finite")
+    with ReplayBuffer.from_folder(tmp_path / "odd") as buffer:
+        buffer.store_episode(reward=[1, 2])
+    got = json_of(capsys, "info", tmp_path / "odd")["return"]
+    assert (got["min"], got["mean"], got["max"], got["not_finite"]) == (3, 3, 3, 2)
+    assert text_of(capsys, "info", tmp_path / "odd").splitlines()[-1].endswith("3  mean 3, 2 not finite")
 
 
 def histogram_of(folder: Path, values: Any, capsys: pytest.CaptureFixture[str]) -> tuple[Any, Any]:

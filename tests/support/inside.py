@@ -256,7 +256,7 @@ PLACES = {
     "table_of": "cli.inspection:table_of",
     "write_gif": "cli.pictures:write_gif",
     "bench_levels": "cli.doctor_bench:LEVELS",
-    "histogram_bins": "cli.inspection:BINS",
+    "histogram_bins": "episode_columns:BINS",
     "new_folder": "cli.folders:new_folder",
     "bytes_of": "cli.terminal:bytes_of",
     "shards_of": "cli.minimal:shards_of",

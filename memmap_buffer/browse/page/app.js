@@ -75,7 +75,7 @@ const showHistograms = guarded(async () => {
     const middles = counts.map((_, i) => (edges[i] + edges[i + 1]) / 2);
     new uPlot({
       width: 190, height: 96, legend: { show: false }, cursor: { y: false, drag: { x: true, y: false, setScale: false } },
-      scales: { x: { time: false, range: [edges[0], edges.at(-1)] } },
+      scales: { x: { time: false, range: edges.at(-1) - edges[0] > 1e-12 * Math.abs(edges[0]) ? [edges[0], edges.at(-1)] : rangeOf(edges[0], edges.at(-1)) } },
       axes: [axis(), { ...axis(), show: false }],
       series: [{}, { fill: color("--accent"), stroke: color("--accent"), paths: uPlot.paths.bars({ size: [0.9] }), points: { show: false } }],
       hooks: { setSelect: [(plot) => {
@@ -87,6 +87,11 @@ const showHistograms = guarded(async () => {
     }, [middles, counts], figure);
   }
 });
+
+function rangeOf(low, high) { // uPlot finds no ticks between numbers that differ in their last digits only
+  const size = Math.max(Math.abs(low), Math.abs(high)), pad = Math.max(1, 1e-6 * size);
+  return high - low > 1e-12 * size ? uPlot.rangeNum(low, high, 0.1, true) : [low - pad, high + pad];
+}
 
 const axis = () => ({ stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") }, font: "11px system-ui", size: 34, space: 44 });
 
@@ -224,7 +229,7 @@ class Pane {
     const plot = new uPlot({
       width: Math.max(220, this.curves.clientWidth - 4), height: 120, legend: { show: false },
       cursor: { y: false, drag: { x: true, y: false }, sync: { key: "steps" } },
-      scales: { x: { time: false }, y: { range: (_plot, low, high) => low < high ? uPlot.rangeNum(low, high, 0.1, true) : [low - 1, low + 1] } },
+      scales: { x: { time: false }, y: { range: (_plot, low, high) => rangeOf(low, high) } },
       axes: [axis(), { ...axis(), size: 52 }], series: [{}, ...series],
       hooks: {
         setScale: [(plot, key) => key === "x" && this.zoomed(plot, name, total)],
