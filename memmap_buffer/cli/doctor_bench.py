@@ -81,11 +81,11 @@ def doctor(place: Place, seconds: Seconds = 2.0, as_json: Json = False, options:
 
 def _of_folder(folder: Path, seconds: float) -> list[Remark]:
     with opened(folder) as buffer:
-        on_disk, available = disk_use(folder)[0], available_memory()
+        (on_disk, apparent), available = disk_use(folder), available_memory()
         larger = available is not None and on_disk > available
         # before `_speed`, which reads the rows into memory
         disk_speed = measure_disk_speed(buffer.folder, seconds / 4, larger=larger)
-        remarks = [*_disk(buffer), _memory(on_disk, available), _speed(buffer, seconds)]
+        remarks = [*_disk(buffer, apparent - on_disk), _memory(on_disk, available), _speed(buffer, seconds)]
         return remarks + ([_speed_from_disk(disk_speed)] if disk_speed else [])
 
 
@@ -101,11 +101,13 @@ def _of_url(url: str, seconds: float, options: str | None) -> Iterator[Remark]:
     yield Remark("round trip", f"{1e3 * store.round_trip:.1f} ms")
     yield Remark("requests", f"{store.requests:,.0f} small ones a second, {store.at_once} at a time")
     yield Remark("bandwidth", f"{bytes_of(store.bandwidth)}/s")
-    yield Remark("first batch", f"{store.first_batch():.2g} s with shuffle='block'")
+    yield Remark("first batch", f"{_duration(store.first_batch())} with shuffle='block'")
     yield Remark("epoch", f"{_duration(store.epoch())} with shuffle='block', the first time; then as from a folder")
     sample, blocks = store.sample(BATCH), store.blocks_of(BATCH)
     slow = "until the cache has most of the data; use shuffle='block' for the first epochs, or `pull` it"
-    result = f"{sample:.2g} s, {bytes_of(sum(size * count for size, count in blocks.items()))} for {BATCH} timesteps"
+    result = (
+        f"{_duration(sample)}, {bytes_of(sum(size * count for size, count in blocks.items()))} for {BATCH} timesteps"
+    )
     yield Remark("random sample", result, slow if sample > SLOW_SAMPLE else "")
     yield _cache(store)
 
@@ -120,7 +122,7 @@ def _cache(store: Store) -> Remark:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} minutes"
+    return f"{seconds:.2g} s" if seconds < 99.5 else f"{seconds / 60:,.0f} minutes"
 
 
 def bench(folder: Place, seconds: Seconds = 8.0, as_json: Json = False) -> None:
@@ -157,7 +159,7 @@ def bench(folder: Place, seconds: Seconds = 8.0, as_json: Json = False) -> None:
     say(f"the memory copies {bytes_of(copying)}/s; `times memory` is a batch's time as a multiple of that copy's")
 
 
-def _disk(buffer: ReplayBuffer) -> Iterator[Remark]:
+def _disk(buffer: ReplayBuffer, holes: int) -> Iterator[Remark]:
     folder = buffer.folder
     disk = disk_of(folder)
     kind = disk.network
@@ -166,8 +168,8 @@ def _disk(buffer: ReplayBuffer) -> Iterator[Remark]:
     if disk.anyone_may_rename:
         what = "any user of this machine may replace the folder"
         yield Remark("permissions", what, f"take the write permission for others from {clean(str(folder.parent))}")
-    free, (on_disk, apparent) = disk.free_bytes, disk_use(folder)
-    missing = max(0, apparent - on_disk) if _grows(folder) else 0
+    free = disk.free_bytes
+    missing = max(0, holes) if _grows(folder) else 0
     result = f"{bytes_of(free)} are free, at most {bytes_of(missing)} may still be written"
     short = (
         "the disk may fill up: writing then raises OSError and loses nothing; lower max_episodes, or free some space"

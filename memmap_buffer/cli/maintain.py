@@ -69,10 +69,12 @@ def merge(
         if not planned:
             raise Problem("merge: there is no episode in any of the folders")
         room = max(len(planned), max_episodes or 0)
+        stored = [json.loads((buffer.folder / "schema.json").read_text()) for buffer in buffers]
+        skips_resets = all(schema.get("skips_resets") for schema in stored)
         left_out, marked = [], dict[Mark, list[int]]()
         with (
             new_folder(target) as place,
-            ReplayBuffer(place, room, joined.max_timesteps, joined.schema) as merged,
+            ReplayBuffer(place, room, joined.max_timesteps, joined.schema, skips_resets=skips_resets) as merged,
         ):
             for n, serial in progress(planned, "merging"):
                 try:
@@ -182,9 +184,11 @@ def add_field(
 
 
 def _shares(parts: Sequence[str]) -> dict[str, float]:
-    shares = {}
+    shares: dict[str, float] = {}
     for text in parts:
         name, _, share = text.partition("=")
+        if name in shares:
+            raise Problem(f"--part {text!r}: there is a part {name!r} already; give each part once, as in train=0.8")
         try:
             shares[name] = float(share)
         except ValueError:

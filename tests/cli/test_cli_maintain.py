@@ -73,6 +73,18 @@ def test_merge_keeps_the_marks(case: Case, tmp_path: Path) -> None:
     }
 
 
+def test_merge_keeps_that_the_step_after_an_end_is_a_reset(tmp_path: Path) -> None:
+    fields = {"x": "int", "terminated": "bool"}
+    for name in ("first", "second"):
+        with ReplayBuffer(tmp_path / name, 4, 5, fields, skips_resets=True) as buffer:
+            buffer.store_episode(x=[0, 1], terminated=[False, True])
+    assert main("merge", tmp_path / "all", tmp_path / "first", tmp_path / "second", "--max-episodes", "9") == 0
+    with ReplayBuffer.from_folder(tmp_path / "all") as buffer:
+        for x, terminated in ((5, True), (99, False), (6, True)):  # 99: the action that an environment ignores
+            buffer.add(x=x, terminated=terminated)
+        assert [buffer.episode(i)["x"].tolist() for i in (2, 3)] == [[5], [6]]
+
+
 def test_delete_removes_those_with_a_mark(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     with ReplayBuffer.from_folder(case.folder) as buffer:
         buffer.mark([3, 5, 6], add=["bad"])
@@ -146,6 +158,8 @@ def test_a_part_that_cannot_be_meant_ends_with_2(
 ) -> None:
     assert main("split", case.folder, tmp_path / "parts", "--part", part) == 2
     assert "as in train=0.8" in capsys.readouterr().err
+    assert main("split", case.folder, tmp_path / "parts", "--part", "a=0.5", "--part", "a=0.2") == 2
+    assert "there is a part 'a' already" in capsys.readouterr().err
     assert not (tmp_path / "parts").exists()
 
 
