@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 25  # bytes of padded rows that are read at a time
 TAGS = ("mark", "note")
+REWARD = "reward"  # the usual name of the field of rewards
 BINS = 24  # the most bars of a histogram
 
 
@@ -27,8 +28,8 @@ class EpisodeColumns:
 
     Args:
         buffer: the buffer whose episodes are listed.
-        reward: the scalar field whose sum over an episode's steps is `return`; if there is no such field, there is no
-            `return`.
+        reward: the scalar field whose sum over an episode's steps is `return`; without a field "reward", the default,
+            there is no `return`.
         reserved: names of columns that the caller adds.
 
     Attributes:
@@ -36,15 +37,20 @@ class EpisodeColumns:
             `return` (NaN until it is known); `end` ("terminated", "truncated" or ""); and every scalar meta field, as
             "meta.<name>" if its name is one of these or is reserved. The arrays are replaced, never changed in place.
         names: (episodes, 1) serials; with several folders (episodes, 2) of (shard, serial).
+
+    Raises:
+        SchemaError: `reward` names another field than the default, and it has not one number a timestep.
     """
 
-    def __init__(self, buffer: Readable, reward: str = "reward", reserved: tuple[str, ...] = TAGS) -> None:
+    def __init__(self, buffer: Readable, reward: str = REWARD, reserved: tuple[str, ...] = TAGS) -> None:
         self.buffer, self.reserved = buffer, reserved
         self.columns: dict[str, Array] = {"length": np.zeros(0, np.int64)}
         self.names: Array = np.zeros((0, 1), np.int64)
-        schema, field = buffer.schema, buffer.schema.fields.get(reward)
-        scalar = field is not None and field.shape in ((), (1,)) and field.storage.kind in "biuf"
-        self.reward = reward if scalar else None
+        schema, fields = buffer.schema, buffer.schema.fields.items()
+        numbers = [name for name, field in fields if field.shape in ((), (1,)) and field.storage.kind in "biuf"]
+        if reward not in numbers and reward != REWARD:
+            raise schema.unknown(reward, "reward", numbers)
+        self.reward = reward if reward in numbers else None
         self.ends = {kind: name for kind in ("terminated", "truncated") if (name := getattr(schema, kind)) is not None}
         self._summed = np.zeros(0, np.bool_)
         self.follow()
@@ -118,7 +124,8 @@ class EpisodeColumns:
         columns, at = dict(self.columns), place[same]
         if self.reward:
             rewards = data[self.reward].reshape(len(names), -1)
-            columns["return"] = _replaced(columns["return"], at, rewards.sum(axis=1, dtype=np.float64)[same])
+            with np.errstate(over="ignore", invalid="ignore"):  # the sum of infinities, or of the largest numbers
+                columns["return"] = _replaced(columns["return"], at, rewards.sum(axis=1, dtype=np.float64)[same])
         if self.ends:
             ended = np.full(len(names), "", "U10")
             for kind, name in reversed([*self.ends.items()]):

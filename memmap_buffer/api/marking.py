@@ -63,7 +63,7 @@ class Markable:
 
         Raises:
             ImportError: the extra `browse` is not installed.
-            SchemaError: there is no folder for the file of marks.
+            SchemaError: there is no folder for the file of marks, or `reward` is no field of one number a timestep.
             OSError: the port is taken.
         """
         from memmap_buffer.browse.server import Page

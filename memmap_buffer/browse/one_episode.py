@@ -71,7 +71,8 @@ class EpisodeReader:
         lines = lines_of(data[name][0, : data["_lens"][0]])
         assert lines is not None, name
         if total:
-            lines = np.nancumsum(lines, axis=0)
+            with np.errstate(over="ignore", invalid="ignore"):  # of infinities, or of the largest numbers
+                lines = np.nancumsum(lines, axis=0)
         begin = max(0, begin)
         x, lines = thinned(lines[begin : max(begin, stop)], points)
         shown = np.where(np.isfinite(lines), lines, np.nan).T.tolist()

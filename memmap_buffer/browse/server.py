@@ -79,6 +79,7 @@ class Page:
 
     Raises:
         ImportError: the extra `browse` is not installed.
+        SchemaError: `reward` is no field of one number a timestep.
         OSError: the port is taken.
     """
 
@@ -98,12 +99,16 @@ class Page:
             import PIL  # noqa: F401
             import starlette  # noqa: F401
             import uvicorn
-        listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._answers = Answers(buffer, title, places, reward, rate or recorded_rate(buffer) or RATE, marks)
+        try:
+            listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError:
+            self._answers.close()
+            raise
         self._listening = listening.dup()
         token, port = secrets.token_urlsafe(24), listening.getsockname()[1]
         own = socket.gethostname().lower() if host in ANY else f"[{host}]" if ":" in host else host
         self.address = f"http://{own}:{port}/{token}/"
-        self._answers = Answers(buffer, title, places, reward, rate or recorded_rate(buffer) or RATE, marks)
         app = Guard(
             self._answers.app(), token, {f"{name}:{port}" for name in (own, "localhost", LOOPBACK)}, host in ANY
         )

@@ -318,7 +318,8 @@ class RunningStatistics:
         """
         values, valid = np.asarray(rows, np.float64), np.ones(len(rows), bool) if valid is None else valid
         if valid.any():
-            self._moments.merge(values[valid] if not valid.all() else values)
+            with np.errstate(over="ignore", invalid="ignore"):  # of NaN, infinities, and the largest numbers
+                self._moments.merge(values[valid] if not valid.all() else values)
         first, stop = np.searchsorted(self._chosen, [self._seen, self._seen + len(rows)])
         drawn = self._chosen[first:stop] - self._seen
         self._sample.append(values[drawn[valid[drawn]]])
@@ -330,7 +331,8 @@ class RunningStatistics:
         if not moments.count:
             return None
         sample = np.concatenate(self._sample)
-        quantiles = dict(zip(self._quantiles, np.quantile(sample, self._quantiles, axis=0), strict=True))
+        with np.errstate(over="ignore", invalid="ignore"):
+            quantiles = dict(zip(self._quantiles, np.quantile(sample, self._quantiles, axis=0), strict=True))
         rank_error = 0.0 if self._exact else math.sqrt(math.log(2 / DELTA) / (2 * len(sample)))
         std = np.sqrt(moments.squares / moments.count)
         return FieldStatistics(moments.count, moments.mean, std, moments.min, moments.max, quantiles, rank_error)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from io import BytesIO
@@ -19,7 +20,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from memmap_buffer import Field, Mark, ReplayBuffer, Zstd
+from memmap_buffer import Field, Mark, ReplayBuffer, SchemaError, Zstd
 
 pytest.importorskip("starlette", reason="starlette is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
@@ -277,6 +278,15 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_the_port(buffer: Repl
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_page_that_cannot_begin_leaves_no_thread(buffer: ReplayBuffer) -> None:
+    before = threading.active_count()
+    with pytest.raises(SchemaError, match="reward: got 'rewards', which was not declared"):
+        buffer.browse(reward="rewards")
+    with buffer.browse() as page, pytest.raises(OSError, match="in use"):
+        buffer.browse(port=int(page.address.split(":")[2].split("/")[0]))
+    assert threading.active_count() == before
 
 
 def test_a_page_that_is_closed_answers_no_more(buffer: ReplayBuffer) -> None:

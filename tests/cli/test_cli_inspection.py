@@ -322,6 +322,15 @@ def test_a_field_that_is_not_there_is_named(case: Case, command: str, capsys: py
     assert "did you mean 'reward'?" in error_of(capsys, command, case.folder, "4", "--field", "rewards")
 
 
+@pytest.mark.parametrize("command", ["info", "episodes", "plot", "browse"])
+@pytest.mark.parametrize("reward", ["rewards", "observation.state", "success"])
+def test_a_reward_that_is_no_number_a_timestep_is_refused(
+    case: Case, command: str, reward: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = error_of(capsys, command, case.folder, "--reward", reward)
+    assert told.startswith(f"memmap-buffer: --reward: got {reward!r}, which ")
+
+
 # stats
 
 

@@ -439,3 +439,11 @@ def test_of_an_episode_that_a_ring_has_trimmed_the_steps_count_that_are_shown(tm
         found = ring.statistics(["y"])
         assert (found.num_episodes, found["y"].count, found["y"].min, found["y"].max) == (2, 5, 7, 101)
         assert ring.statistics(["y"], filter_meta={"episode_lens": 3})["y"].count == 3  # of the first, by what is left
+
+
+def test_what_is_not_finite_or_too_large_to_be_squared_warns_of_nothing():
+    for values in ([1, np.nan, 2], [1, np.inf, -np.inf], [1e308, -1e308, 1e308, 1e308]):
+        running = RunningStatistics((), len(values))
+        running.add(np.array(values))
+        running.add(np.array(values[:0]))
+        assert not np.isfinite(running.result().std)
