@@ -148,8 +148,7 @@ class ReplayBuffer(Recording, Readable):
         storage_options: Mapping[str, Any] | None = None,
         skips_resets: bool | None = None,
     ) -> None:
-        schema = fields if isinstance(fields, Schema) else Schema(fields, meta_fields)  # type: ignore[arg-type]
-        schema = schema.ending_by(terminated, truncated)
+        schema = _schema_of(folder, fields, meta_fields).ending_by(terminated, truncated)
         layout = Layout.derived(
             schema,
             max_episodes,
@@ -558,6 +557,18 @@ def _on_time(reference: weakref.ref[ReplayBuffer]) -> None:
                 buffer._finish_shard_if_due()
                 buffer._publisher.begin()  # publishes shards that failed before, too
                 buffer._begin_timer()
+
+
+def _schema_of(
+    folder: AnyPath, fields: Mapping[str, Any] | Schema | None, meta_fields: Mapping[str, Any] | None
+) -> Schema:
+    """The schema that is given. Raises SchemaError: there is none, or it cannot be stored."""
+    if fields is None:
+        raise SchemaError(
+            "fields: got None, expected a dict by name, such as {'reward': 'float'}; to open a folder as it is, "
+            f"call ReplayBuffer.from_folder({str(folder)!r})"
+        )
+    return fields if isinstance(fields, Schema) else Schema(fields, meta_fields)
 
 
 def _require_publishable(layout: Layout, how: WriteOptions, shard: str | None) -> None:

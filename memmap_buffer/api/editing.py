@@ -97,8 +97,8 @@ class Editing:
         pass over each changed field of each changed episode, for its checksum; for a compressed field over its blobs.
 
         Args:
-            indices: (B, 2) of (serial, timestep), `_indices` of a batch; or (B, L, 2), `_steps` of windows, where -1
-                stands for no step.
+            indices: (B, 2) of (serial, timestep), `_indices` of a batch; or (B, L, 2), `_steps` of windows with
+                `return_steps=True`, where -1 stands for no step.
             data: field -> (B, *field), or (B, L, *field). If a timestep comes twice, the last value counts. A single
                 number stands for all.
 

@@ -214,3 +214,11 @@ class TestFolders:
         )
         got = text_of(NotABufferError, ReplayBuffer.from_folder, tmp_path / "none")
         assert "there is no such folder; check the path" in got
+
+
+@pytest.mark.parametrize("options", [{}, {"read_only": True}])
+def test_who_opens_a_folder_without_fields_is_told_by_what_call(buffer, options):
+    call = f"; to open a folder as it is, call ReplayBuffer.from_folder({str(buffer.folder)!r})"
+    with pytest.raises(SchemaError, match=r"fields: got None.*" + re.escape(call)):
+        ReplayBuffer(buffer.folder, **options)
+    assert ReplayBuffer.from_folder(buffer.folder, **options).num_episodes == 2
