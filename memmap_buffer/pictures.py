@@ -137,8 +137,8 @@ def picture_of(
     left_out = [name for name in fields if name not in panels]
     if not panels or not {*named}.isdisjoint(left_out):
         raise SchemaError(
-            f"show: {', '.join(left_out)}: no images, and no numbers of at most {MAX_LINES} entries a timestep; name "
-            "other fields, and look at these by episode(i)"
+            f"fields: {', '.join(left_out)}: no images, and no numbers of at most {MAX_LINES} entries a timestep; name "
+            "other fields, as these can be read, but not drawn"
         )
     figure = Figure(figsize=(8, 1.8 * len(panels)), layout="constrained")
     figure.suptitle(title)

@@ -151,7 +151,7 @@ def test_an_episode_is_shown_as_frames_and_curves(filmed):
     [
         ((5,), EpisodeIndexError, "episode 5: the buffer has 2"),
         ((0, ["images"]), SchemaError, "fields: got 'images'"),
-        ((0, ["text", "big"]), SchemaError, "show: text, big: no images, and no numbers of at most 32"),
+        ((0, ["text", "big"]), SchemaError, "fields: text, big: no images, and no numbers of at most 32"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(filmed, given, error, match):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from memmap_buffer.adapters import Array, EpisodeColumns, progress, tags_of
 from memmap_buffer.cli.terminal import Problem
 
 TRIES = 100
+Read = TypeVar("Read")
 
 
 def table_of(buffer: ReplayBuffer, reward: str = "reward") -> dict[str, Array]:
@@ -69,17 +70,22 @@ def serial_of(buffer: ReplayBuffer, name: str) -> int:
 
 
 def read_episode(buffer: ReplayBuffer, serial: int) -> dict[str, Any]:
-    """The episode of a serial, as `ReplayBuffer.episode` gives it, by dotted names.
+    """The episode of a serial, as `ReplayBuffer.episode` gives it, by dotted names. Errors as of `read_at`."""
+    return buffer.schema.flatten(read_at(buffer, serial, buffer.episode))
+
+
+def read_at(buffer: ReplayBuffer, serial: int, read: Callable[[int], Read]) -> Read:
+    """The result of `read` for the position of an episode, named by serial.
 
     Raises:
         Problem: the episode is not visible any more.
     """
     for _ in range(TRIES):
-        positions = np.flatnonzero(buffer.serials == serial)
-        if not len(positions):
+        positions = np.flatnonzero(buffer.serials == serial).tolist()
+        if not positions:
             break
-        data = buffer.episode(positions[0])
+        data = read(positions[0])
         # Serials only grow, so an episode that is still at its position was there all the time.
-        if np.array_equal(np.flatnonzero(buffer.serials == serial), positions):
-            return buffer.schema.flatten(data)
+        if np.flatnonzero(buffer.serials == serial).tolist() == positions:
+            return data
     raise Problem(f"episode {serial}: it is not there any more; the ring went on")

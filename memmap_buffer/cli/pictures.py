@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +13,8 @@ import numpy as np
 import typer
 
 from memmap_buffer import ReplayBuffer
-from memmap_buffer.adapters import MAX_LINES, Array, draw_lines, extra, frames_of, is_image, lines_of, progress
-from memmap_buffer.cli.episodes import read_episode, serial_of, serials_of, table_of
+from memmap_buffer.adapters import Array, extra, frames_of, is_image, progress
+from memmap_buffer.cli.episodes import read_at, read_episode, serial_of, serials_of, table_of
 from memmap_buffer.cli.folders import name_of, new_file, opened
 from memmap_buffer.cli.minimal import say
 from memmap_buffer.cli.terminal import Episode, Episodes, Fields, Place, Problem, Reward, Yes
@@ -42,7 +40,7 @@ def plot(
     reward: Reward = "reward",
     yes: Yes = False,
 ) -> None:
-    """Draw lengths and returns over the episodes, or with --episode one episode's fields over time."""
+    """Draw lengths and returns over the episodes, or with --episode one episode's images and numbers over time."""
     with extra("plot"):
         from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure
@@ -52,11 +50,9 @@ def plot(
     if field and episode is None:
         raise Problem("--field: names fields of one episode; say which by --episode, or leave it out")
     with opened(folder) as buffer:
-        title, panels = _panels_of_all(buffer, reward) if episode is None else _panels_of_one(buffer, episode, field)
-    figure = Figure(figsize=(8, 2.4 * len(panels)), layout="constrained")
-    figure.suptitle(f"{name_of(folder)}: {title}")
-    for axes, draw in zip(np.atleast_1d(figure.subplots(len(panels))), panels, strict=True):
-        draw(axes)
+        empty = Figure(layout="constrained")
+        figure = _figure_of_all(empty, buffer, reward) if episode is None else _figure_of_one(buffer, episode, field)
+    figure.suptitle(f"{name_of(folder)}: {figure.get_suptitle()}")
     with new_file(out, yes) as place:
         figure.savefig(place, dpi=120)
 
@@ -123,58 +119,40 @@ def _image_field(buffer: ReplayBuffer, wanted: str | None) -> str:
     return images[0]
 
 
-# Panels of a plot: each is a function that draws on matplotlib's axes
+# Plots
 
 
-def _panels_of_all(buffer: ReplayBuffer, reward: str) -> tuple[str, list[Callable[[Any], None]]]:
+def _figure_of_all(figure: Any, buffer: ReplayBuffer, reward: str) -> Any:
+    """An empty figure of matplotlib, on which lengths and returns of all episodes are drawn."""
     table = table_of(buffer, reward)
     if not len(table["serial"]):
         raise Problem(f"{buffer.folder}: there is no episode to draw")
-
+    panels = 3 if "return" in table else 2
+    figure.set_size_inches(8, 2.4 * panels)
     first, last = table["serial"][[0, -1]]
-
-    def lengths(axes: Any) -> None:
-        low, high = table["length"].min(), table["length"].max()
-        width = -(-(high - low + 1) // BINS)  # lengths are whole numbers: each bar has equally many
-        axes.hist(table["length"], bins=np.arange(low, high + width + 1, width) - 0.5, color="tab:blue")
-        axes.set(xlabel="length (timesteps)", ylabel="episodes")
-
-    def returns(axes: Any) -> None:
+    figure.suptitle(f"episodes {first} to {last}")
+    lengths, over_time, *returns = figure.subplots(panels)
+    low, high = table["length"].min(), table["length"].max()
+    width = -(-(high - low + 1) // BINS)  # lengths are whole numbers: each bar has equally many
+    lengths.hist(table["length"], bins=np.arange(low, high + width + 1, width) - 0.5, color="tab:blue")
+    lengths.set(xlabel="length (timesteps)", ylabel="episodes")
+    over_time.plot(table["serial"], table["length"], ".", markersize=3)
+    over_time.set(xlabel="episode (number)", ylabel="length (timesteps)")
+    for axes in returns:
         axes.plot(table["serial"], table["return"], ".", markersize=3, alpha=0.5, label="an episode")
         smooth = min(SMOOTH, len(table["serial"]))
         mean = np.convolve(table["return"], np.ones(smooth) / smooth, mode="valid")
         axes.plot(table["serial"][smooth - 1 :], mean, color="tab:orange", label=f"mean of the last {smooth}")
         axes.set(xlabel="episode (number)", ylabel=f"return (sum of {reward})")
         axes.legend(loc="best", fontsize="small")
-
-    def over_time(axes: Any) -> None:
-        axes.plot(table["serial"], table["length"], ".", markersize=3)
-        axes.set(xlabel="episode (number)", ylabel="length (timesteps)")
-
-    panels: list[Callable[[Any], None]] = [lengths, over_time, *[returns] * ("return" in table)]
-    return f"episodes {first} to {last}", panels
+    return figure
 
 
-def _panels_of_one(
-    buffer: ReplayBuffer, episode: str, fields: list[str] | None
-) -> tuple[str, list[Callable[[Any], None]]]:
+def _figure_of_one(buffer: ReplayBuffer, episode: str, fields: list[str] | None) -> Any:
+    """The figure of one episode; of the fields that are named, or of all that can be drawn."""
     serial = serial_of(buffer, episode)
-    chosen = buffer.schema.require(fields or buffer.fieldnames, "--field", buffer.fieldnames)
-    data = read_episode(buffer, serial)
-    lines = {name: lines_of(data[name]) for name in chosen}
-    drawn = {name: values for name, values in lines.items() if values is not None}
-    left_out = [name for name in chosen if name not in drawn]
-    if not drawn or not {*(fields or ())}.isdisjoint(left_out):
-        raise Problem(
-            f"--field: {', '.join(left_out)}: no numbers of at most {MAX_LINES} entries a step; try `video` or `head`"
-        )
-    last = next(reversed(drawn))
-
-    def panel(name: str, axes: Any) -> None:
-        draw_lines(axes, name, drawn[name])
-        axes.set_xlabel("timestep" if name == last else "")
-
-    return f"episode {serial}", [partial(panel, name) for name in drawn]
+    named = fields and buffer.schema.require(fields, "--field", buffer.fieldnames)
+    return read_at(buffer, serial, lambda position: buffer.show(position, named)).figure
 
 
 # Films
