@@ -18,13 +18,12 @@ The packages, from the top floor down; imports between them go down this list on
 
 Between interop and api stand this module and adapters: the packages above know api, and all below it, only through
 these two. Above all stands compat, functions that users of other systems look for. Below all packages stand schema,
-codecs, dtypes, errors, and nine modules that know no folder: choices, conditions, environments, episode_columns, names,
-paths, pictures, extras, progress. Only `loading.tensors`, `datasets`, `transport`, `prefetch` and `distributed` import
-torch; they are loaded when tensors or a loader are first asked for.
+codecs, dtypes, errors, and ten modules that know no folder: choices, conditions, environments, episode_columns, names,
+paths, pictures, extras, first_use, progress. Only `loading.tensors`, `datasets`, `transport`, `prefetch` and
+`distributed` import torch; they are loaded when tensors or a loader are first asked for.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.collector import Collector
@@ -47,6 +46,7 @@ from memmap_buffer.errors import (
     StaleEpisodeError,
     WriterLostError,
 )
+from memmap_buffer.first_use import on_first_use
 from memmap_buffer.format.marks import Mark
 from memmap_buffer.items.weights import Balanced
 from memmap_buffer.loading.options import Options
@@ -158,44 +158,21 @@ __all__ = [
     "verify",
 ]
 
-_LATER = {  # loaded on first use: training needs none of them, and they would take a quarter of the import's time
-    "CacheContents": "caches",
-    "Compression": "disk",
-    "Disk": "disk",
-    "DiskSpeed": "disk",
-    "Finding": "verification",
-    "FieldStatistics": "statistics",
-    "Normalize": "statistics",
-    "RunningStatistics": "statistics",
-    "Statistics": "statistics",
-    "Store": "store",
-    "available_memory": "disk",
-    "bytes_to_copy": "disk",
-    "cache_contents": "caches",
-    "check_cache": "caches",
-    "clear_cache": "caches",
-    "collect_garbage": "garbage",
-    "compact": "compaction",
-    "compression_of": "disk",
-    "disk_of": "disk",
-    "fetched_of": "pull",
-    "measure_disk_speed": "disk",
-    "measure_store": "store",
-    "pack": "pack",
-    "publish": "publish",
-    "pull": "pull",
-    "repair": "repair",
-    "shards_at": "pull",
-    "unpack": "pack",
-    "verify": "verification",
+_LATER = {  # training needs none of them, and they would take a quarter of the import's time
+    "maintenance.caches": "CacheContents cache_contents check_cache clear_cache",
+    "maintenance.compaction": "compact",
+    "maintenance.disk": "Compression Disk DiskSpeed available_memory bytes_to_copy compression_of disk_of "
+    "measure_disk_speed",
+    "maintenance.garbage": "collect_garbage",
+    "maintenance.pack": "pack unpack",
+    "maintenance.publish": "publish",
+    "maintenance.pull": "fetched_of pull shards_at",
+    "maintenance.repair": "repair",
+    "maintenance.statistics": "FieldStatistics Normalize RunningStatistics Statistics",
+    "maintenance.store": "Store measure_store",
+    "maintenance.verification": "Finding verify",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    attribute = globals()[name] = getattr(importlib.import_module(f"{__name__}.maintenance.{_LATER[name]}"), name)
-    return attribute
+__getattr__ = on_first_use(__name__, _LATER)
 
 
 def __dir__() -> list[str]:

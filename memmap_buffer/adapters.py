@@ -20,8 +20,7 @@ The tools of torch, data sets and environments are loaded on first use; those of
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memmap_buffer.api.reading import Readable
 from memmap_buffer.choices import IfExists, Verify, check_choice
@@ -29,6 +28,7 @@ from memmap_buffer.conditions import column_of, matching
 from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
 from memmap_buffer.episode_columns import TAGS, EpisodeColumns, histogram_of, tags_of
 from memmap_buffer.extras import extra
+from memmap_buffer.first_use import on_first_use
 from memmap_buffer.format.marks import Mark
 from memmap_buffer.items.filters import matches
 from memmap_buffer.names import Names
@@ -118,7 +118,7 @@ __all__ = [
     "write_names",
 ]
 
-_LATER = {  # module -> its names; it needs an optional package, takes long to import, or imports this module itself
+_LATER = {  # these need an optional package, take long to import, or import this module themselves
     "environments": "decode_space encode_space image_codec names_of resets_by_a_step schema_of spaces_of",
     "interop.columns": "equal_rows",
     "interop.episodes": "exported_episodes import_episodes read_extra read_names write_extra write_names",
@@ -128,14 +128,7 @@ _LATER = {  # module -> its names; it needs an optional package, takes long to i
     "loading.tensors": "to_tensors",
     "maintenance.repair": "LOST",
 }
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _LATER.items():
-        if name in names.split():
-            attribute = globals()[name] = getattr(importlib.import_module(f"memmap_buffer.{module}"), name)
-            return attribute
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, _LATER)
 
 
 def __dir__() -> list[str]:

@@ -173,9 +173,13 @@ def pictures_of(path: Path) -> Iterator[tuple[str, bytes]]:
 def groups() -> dict[str, list[str]]:
     """The names that the package exports, by the page of their docstrings."""
     found: dict[str, list[str]] = {title: [] for title in GROUPS.values()}
-    for node in ast.walk(ast.parse((ROOT / "memmap_buffer" / "__init__.py").read_text())):
+    nodes = [*ast.walk(ast.parse((ROOT / "memmap_buffer" / "__init__.py").read_text()))]
+    (exported,) = (ast.literal_eval(node.value) for node in nodes if ast.unparse(node).startswith("__all__ = "))
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memmap_buffer."):
-            found[GROUPS[node.module.split(".")[1]]] += [name.name for name in node.names]
+            names = [name.name for name in node.names if name.name in exported]
+            if names:
+                found[GROUPS[node.module.split(".")[1]]] += names
     return found
 
 
