@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from memmap_buffer import ConcatBuffer, ReadOnlyError, ReplayBuffer, Schema, SchemaError
+from memmap_buffer import ConcatBuffer, ReplayBuffer, Schema, SchemaError
 from memmap_buffer.adapters import AnyPath, check_count
 
 REQUIRED = ("observation", "action", "reward", "terminal")
@@ -242,8 +242,6 @@ def set_valid(buffer: ReplayBuffer, indices: Any, flag: Any = False) -> int:
         ReadOnlyError: the buffer only reads, as a `ConcatBuffer` does.
         SchemaError: as `ReplayBuffer.set_valid` raises it.
     """
-    if not isinstance(buffer, ReplayBuffer):
-        raise ReadOnlyError("set_valid: a ConcatBuffer only reads; write to one of its sources")
     return buffer.set_valid(indices, flag)
 
 

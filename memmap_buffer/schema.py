@@ -495,11 +495,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         tree: nested dicts, such as a batch or the groups of an HDF5 file.
         prefix: stands before all names; it ends in a dot.
     """
-    out: dict[str, Any] = {}
-    for name, value in tree.items():
-        path = f"{prefix}{name}"
-        out |= flatten(value, f"{path}.") if isinstance(value, Mapping) else {path: value}
-    return out
+    return dict(_leaves(tree, prefix))
 
 
 def _without_padding(name: str, padded: Any, lengths: Any) -> Array:
@@ -559,7 +555,7 @@ def _of_space(declaration: Any) -> str:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted name, spelling) of nested declarations; a tuple is a spelling, not a group."""
+    """(dotted name, value) of nested dicts, in which a dotted name may come twice; a tuple is a value, not a group."""
     out: list[tuple[str, Any]] = []
     for name, spec in tree.items():
         full = f"{prefix}{name}"

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,11 +34,11 @@ BATCH = 256
 BURST = 0.02  # seconds: so short that other programs do not disturb some of the bursts
 COPY = 32 << 20
 SLOW_SAMPLE = 1.0  # seconds for a random batch: longer than a step of training takes
-LEVELS: dict[str, dict[str, Any]] = {
-    "timesteps": {"timestep_level": True},
-    "5-step transitions": {"n_steps": 5},
-    "windows of 16": {"view": Window(16)},
-    "whole episodes": {},
+LEVELS: dict[str, tuple[int, dict[str, Any]]] = {  # how many items a batch has, and its options
+    "timesteps": (BATCH, {"timestep_level": True}),
+    "5-step transitions": (BATCH, {"n_steps": 5}),
+    "windows of 16": (32, {"view": Window(16)}),
+    "whole episodes": (8, {}),
 }
 
 Seconds = Annotated[float, typer.Option("--seconds", min=0.1, max=600, help="How long to measure.")]
@@ -131,7 +132,7 @@ def bench(folder: Place, seconds: Seconds = 8.0, as_json: Json = False) -> None:
     The kinds take turns in short bursts; the mean of the fastest fifth of a kind's bursts counts.
     """
     with opened(folder) as buffer:
-        kinds = {name: _sampler(buffer, options) for name, options in LEVELS.items()}
+        kinds = {name: partial(buffer.sample, count, **options) for name, (count, options) in LEVELS.items()}
         sizes = {name: size for name, draw in kinds.items() if (size := _size_of(draw))}
         if not sizes:
             raise NotEnoughDataError(f"{folder}: there is nothing to read; record some episodes first")
@@ -169,16 +170,13 @@ def _disk(buffer: ReplayBuffer, holes: int) -> Iterator[Remark]:
         what = "any user of this machine may replace the folder"
         yield Remark("permissions", what, f"take the write permission for others from {clean(str(folder.parent))}")
     free = disk.free_bytes
-    missing = max(0, holes) if _grows(folder) else 0
+    grows = json.loads((folder / "schema.json").read_text())["layout"] == "grid"
+    missing = max(0, holes) if grows else 0
     result = f"{bytes_of(free)} are free, at most {bytes_of(missing)} may still be written"
     short = (
         "the disk may fill up: writing then raises OSError and loses nothing; lower max_episodes, or free some space"
     )
     yield Remark("space", result, short if missing > free else "")
-
-
-def _grows(folder: Path) -> bool:
-    return bool(json.loads((folder / "schema.json").read_text())["layout"] == "grid")
 
 
 def _memory(on_disk: int, available: int | None) -> Remark:
@@ -190,7 +188,7 @@ def _memory(on_disk: int, available: int | None) -> Remark:
 
 
 def _speed(buffer: ReplayBuffer, seconds: float) -> Remark:
-    draw = _sampler(buffer, LEVELS["timesteps"])
+    draw = partial(buffer.sample, BATCH, timestep_level=True)
     size = _size_of(draw)
     if size is None:
         return Remark("speed", "there is nothing to read yet")
@@ -206,11 +204,6 @@ def _speed_from_disk(disk: DiskSpeed) -> Remark:
         return Remark("speed from disk", f"{seen}, and could not be dropped from it: others use them, or write them")
     rate = f"{disk.rate:,.0f} random timesteps a second, {bytes_of(disk.rate * disk.timestep_bytes)}/s"
     return Remark("speed from disk", f"{rate}, {disk.batch} asked for at once; {seen}")
-
-
-def _sampler(buffer: ReplayBuffer, options: dict[str, Any]) -> Callable[[], Any]:
-    count = BATCH if options.get("timestep_level") or "n_steps" in options else 32 if "view" in options else 8
-    return lambda: buffer.sample(count, **options)
 
 
 def _size_of(draw: Callable[[], Any]) -> tuple[int, int] | None:

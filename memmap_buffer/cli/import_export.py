@@ -129,9 +129,8 @@ def options_of(function: Any, texts: Sequence[str], more: Sequence[str] = ()) ->
     Raises:
         Problem: the function has no such argument, or the text is not NAME=VALUE.
     """
-    options, parameters = {}, inspect.signature(function).parameters.values()
-    names = _names_of(function, more)
-    takes_any = not more and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    options, names = {}, _names_of(function, more)
+    takes_any = not more and inspect.getfullargspec(function).varkw is not None
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not (name in names or (takes_any and name.isidentifier())):
@@ -144,8 +143,7 @@ def options_of(function: Any, texts: Sequence[str], more: Sequence[str] = ()) ->
 
 
 def _names_of(function: Any, more: Sequence[str]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    own = (parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+    own = inspect.getfullargspec(function).kwonlyargs
     return [*(name for name in own if name != "if_exists"), *more]
 
 

@@ -107,9 +107,9 @@ def explained(error: Exception, flags: Mapping[str, str] | None = None) -> str:
 
 def verify_all(folder: Path) -> list[Finding]:
     """The findings of `verify` in a folder, or in each buffer of a root."""
-    findings = [(shard, finding) for shard in shards_of(folder) for finding in verify(shard)]
-    named = [replace(finding, file=f"{shard.name}/{finding.file}") for shard, finding in findings]
-    return named if shards_of(folder) else verify(folder)
+    if not (shards := shards_of(folder)):
+        return verify(folder)
+    return [replace(each, file=f"{shard.name}/{each.file}") for shard in shards for each in verify(shard)]
 
 
 def unfinished(root: Path) -> list[Finding]:

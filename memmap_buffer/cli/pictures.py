@@ -109,14 +109,13 @@ def view(
 
 
 def _image_field(buffer: ReplayBuffer, wanted: str | None) -> str:
+    fields = buffer.schema.fields
+    names = images = tuple(name for name, field in fields.items() if is_image(field))
     if wanted is not None:
-        (name, *more) = buffer.schema.require([wanted], "--field", buffer.fieldnames)
-        if not more:
-            return name
-    images = [name for name, field in buffer.schema.fields.items() if is_image(field)]
-    if len(images) != 1 or wanted is not None:
+        names = buffer.schema.require([wanted], "--field", fields)
+    if len(names) != 1:
         raise Problem(f"--field: name one; the fields that look like images are {', '.join(images) or 'none'}")
-    return images[0]
+    return names[0]
 
 
 # Plots

@@ -118,17 +118,14 @@ def cache(
     if as_json:
         say_json({**asdict(contents), "path": str(contents.path), "damaged": damaged, "cleared": freed})
     else:
-        lines = [
-            f"{name}: {bytes_of(size)} are not as they were published, and were dropped"
-            for name, size in damaged.items()
-        ]
-        lines += [f"cleared: {bytes_of(freed)}"] if clear else []
-        lines += [f"{name}  {bytes_of(size)} of {bytes_of(total)}" for name, (size, total) in contents.shards.items()]
+        for name, size in damaged.items():
+            say(f"{name}: {bytes_of(size)} are not as they were published, and were dropped")
+        if clear:
+            say(f"cleared: {bytes_of(freed)}")
+        for name, (size, total) in contents.shards.items():
+            say(f"{name}  {bytes_of(size)} of {bytes_of(total)}")
         bound = "none" if contents.bound is None else bytes_of(contents.bound)
-        lines += [
-            f"{contents.path}: {bytes_of(contents.num_bytes)}, bound {bound}, heads {bytes_of(contents.head_bytes)}"
-        ]
-        say("\n".join(lines))
+        say(f"{contents.path}: {bytes_of(contents.num_bytes)}, bound {bound}, heads {bytes_of(contents.head_bytes)}")
     end(FOUND if damaged else OK)
 
 

@@ -337,13 +337,19 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
             super().update(indices, **data)
             return
         with self.turn:
-            wanted, serials = to_numpy(indices), self.serials
-            gone = wanted[~np.isin(wanted, serials)]
-            if gone.size:
-                raise EpisodeIndexError(
-                    f"update: no visible episode has serial {gone.flat[0]}", serial=int(gone.flat[0])
-                )
-            super().update(np.searchsorted(serials, wanted), **data)
+            wanted = to_numpy(indices)
+            self._require_shown(wanted)
+            super().update(np.searchsorted(self.serials, wanted), **data)
+
+    def _require_shown(self, serials: Array) -> None:
+        """Raise EpisodeIndexError for the first of some serials that no visible episode has."""
+        gone = serials[~np.isin(serials, self.serials)]
+        if gone.size:
+            raise EpisodeIndexError(
+                f"episode {gone.flat[0]}: no visible one has this serial; an array names episodes by serial, as "
+                "`_index` of a batch does, and a whole number by position",
+                serial=int(gone.flat[0]),
+            )
 
     def store_datapoint(self, episode_index: int, timestep_index: int, name: str, datapoint: Any) -> None:
         """As of `memmap_buffer.ReplayBuffer`; also for the open episode.
@@ -397,9 +403,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
             data = self.episodes(positions, fields=fields, include_metadata=meta, return_indices=True)
             if np.array_equal(data["_index"], serials):
                 return data
-            gone = set(serials) - set(self.serials.tolist())  # else positions moved between the two calls: once more
-            if gone:
-                raise EpisodeIndexError(f"episode {min(gone)}: it is gone", serial=min(gone))
+            self._require_shown(np.array(serials, np.int64))  # else positions moved between the two calls: once more
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import memmap_buffer
 from memmap_buffer import EpisodeIndexError, EpisodeStateError, Field, SchemaError
 from memmap_buffer.adapters import Array, Episode, decode, to_numpy
 
@@ -157,13 +156,7 @@ class Column:
                 f"{self._name!r}: got {first!r}, expected a position, a slice, a mask, or an array of serials"
             )
         wanted, inverse = np.unique(array, return_inverse=True)
-        gone = wanted[~np.isin(wanted, serials)]
-        if len(gone):
-            raise EpisodeIndexError(
-                f"episode {gone[0]}: no visible one has this serial; an array names episodes by serial, as `_index` of "
-                "a batch does, and a whole number by position",
-                serial=int(gone[0]),
-            )
+        self._buffer._require_shown(wanted)
         return wanted.tolist(), (inverse.reshape(array.shape), *rest)
 
     def _at(self, position: int | np.integer[Any]) -> Episode | int:
@@ -214,10 +207,9 @@ class Column:
     def _write(self, episodes: list[Episode | int], rows: Array, ends: list[int]) -> None:
         published = {k: episode for k, episode in enumerate(episodes) if isinstance(episode, int)}
         if published:
-            positions = np.searchsorted(self._buffer.serials, list(published.values()))
             longest = max(ends[k] for k in published)
             values = rows[list(published)] if self._meta else rows[list(published), :longest]
-            memmap_buffer.ReplayBuffer.update(self._buffer, positions, **{self._name: values})
+            self._buffer.update([*published.values()], **{self._name: values})
         for k, episode in enumerate(episodes):
             if isinstance(episode, Episode):
                 self._stage(episode, rows[k])

@@ -115,7 +115,8 @@ def test_bench_measures_every_kind_of_batch_and_its_figures_belong_together(
     assert [row["batches"] for row in got["batches"]] == list(get_inside("bench_levels"))
     with ReplayBuffer.from_folder(case.folder, read_only=True) as buffer:
         for row in got["batches"]:
-            batch = list(flatten(buffer.sample(row["items"], **get_inside("bench_levels")[row["batches"]])).values())
+            count, options = get_inside("bench_levels")[row["batches"]]
+            batch = list(flatten(buffer.sample(count, **options)).values())
             assert len(batch[0]) == row["items"]
             seconds = row["us_per_batch"] / 1e6
             assert row["items_per_second"] == pytest.approx(row["items"] / seconds)

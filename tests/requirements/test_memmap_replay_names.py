@@ -392,7 +392,7 @@ def test_what_is_assigned_to_a_part_that_was_read_is_on_the_disk_and_to_a_copy_o
         part[0] = 4
         assert buffer.data["x"][0, :3].tolist() == [4, 6, 0] and torch.from_numpy(part)[0] == 4
         buffer.store_episode(x=[0])
-        with pytest.raises(EpisodeIndexError, match="episode 3: it is gone"):
+        with pytest.raises(EpisodeIndexError, match="episode 3: no visible one has this serial"):
             part[0] = 1
         buffer.store(x=1)
         part = buffer.data["x"][buffer.episode_index]
@@ -411,7 +411,7 @@ def test_what_a_column_refuses_says_why(tmp_path):
             "episode 3: the buffer has 3": (EpisodeIndexError, lambda: buffer.data["x"][3]),
             "expected a position, a slice": (SchemaError, lambda: buffer.data["x"]["a"]),
             "timestep 4: the episode has 4": (EpisodeStateError, lambda: buffer.data["x"].__setitem__((0, 4), 1)),
-            "serial 0": (EpisodeIndexError, lambda: buffer.update([0], tag=[1])),
+            "episode 0: no visible one": (EpisodeIndexError, lambda: buffer.update([0], tag=[1])),
             r"3\.5": (SchemaError, lambda: buffer.data["y"].__setitem__((0, 0), 3.5)),
         }
         for text, (kind, call) in bad.items():
