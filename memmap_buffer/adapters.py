@@ -9,7 +9,7 @@ package; docs/adapters.md builds one step by step.
     torch               Device, EpisodeDataset, loader_of, to_device, to_tensors
     pictures            frames_of, is_image, lines_of, draw_lines, MAX_LINES
     episodes            Episode, EpisodeGroup, Readable, progress
-    tables of episodes  EpisodeColumns, column_of, matching, histogram_of, tags_of, TAGS, Mark
+    tables of episodes  EpisodeColumns, column_of, matching, order_of, histogram_of, tags_of, TAGS, Mark
     data sets           Target, import_episodes, exported_episodes, read_names, write_names, read_extra, write_extra;
                         LOST: the folder into which `repair` moves the files that it takes out of a buffer
     environments        schema_of, spaces_of, names_of, encode_space, decode_space, image_codec, resets_by_a_step
@@ -26,7 +26,7 @@ from memmap_buffer.api.reading import Readable
 from memmap_buffer.choices import IfExists, Verify, check_choice
 from memmap_buffer.conditions import column_of, matching
 from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
-from memmap_buffer.episode_columns import TAGS, EpisodeColumns, histogram_of, tags_of
+from memmap_buffer.episode_columns import TAGS, EpisodeColumns, histogram_of, order_of, tags_of
 from memmap_buffer.extras import extra
 from memmap_buffer.first_use import on_first_use
 from memmap_buffer.format.marks import Mark
@@ -103,6 +103,7 @@ __all__ = [
     "matches",
     "matching",
     "names_of",
+    "order_of",
     "path_of",
     "progress",
     "read_extra",

@@ -158,6 +158,24 @@ def tags_of(buffer: Readable, names: Array, file: str | None = None) -> dict[str
     return {"mark": labels, "note": np.array([mark.note if mark else "" for mark in each], np.str_)}
 
 
+def order_of(column: Array, reverse: bool = False) -> Array:
+    """The rows of a column in ascending order; NaN stands last in either order.
+
+    Args:
+        column: (n,) numbers or texts, or tuples of labels.
+        reverse: whether the highest value comes first.
+
+    Returns:
+        (n,) int64 rows.
+    """
+    if column.dtype == object:
+        column = np.array([", ".join(labels) for labels in column], np.str_)
+    order = np.argsort(column, kind="stable")
+    order = order[::-1] if reverse else order
+    is_nan = column[order] != column[order]
+    return np.concatenate([order[~is_nan], order[is_nan]])
+
+
 def histogram_of(values: Array) -> tuple[Array, Array]:
     """How many values lie in each of at most 24 equal parts of their range; each has equally many whole numbers.
 

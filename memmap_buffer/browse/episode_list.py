@@ -15,7 +15,7 @@ import numpy as np
 
 from memmap_buffer.conditions import column_of, matching
 from memmap_buffer.dtypes import Array
-from memmap_buffer.episode_columns import EpisodeColumns, column_of_objects, histogram_of, places_of, tags_of
+from memmap_buffer.episode_columns import EpisodeColumns, column_of_objects, histogram_of, order_of, places_of, tags_of
 from memmap_buffer.errors import MemmapBufferError, SchemaError
 
 if TYPE_CHECKING:
@@ -106,8 +106,7 @@ class EpisodeList:
         if sort is None:
             order = np.arange(len(table["serial"]))[::-1]
         else:
-            order = np.argsort(_sortable(column_of(table, sort, "sort")), kind="stable")
-            order = order[::-1] if reverse else order
+            order = order_of(column_of(table, sort, "sort"), reverse)
         return {name: values[order] for name, values in table.items()}
 
     def page(self, where: Iterable[str], sort: str | None, reverse: bool, number: int, size: int) -> dict[str, Any]:
@@ -200,10 +199,6 @@ class EpisodeList:
 
 def _alike(tags: dict[str, Array], others: dict[str, Array]) -> bool:
     return tags.keys() == others.keys() and all(np.array_equal(tags[name], others[name]) for name in tags)
-
-
-def _sortable(column: Array) -> Array:
-    return np.array([", ".join(labels) for labels in column], np.str_) if column.dtype == object else column
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from memmap_buffer import Compression, ConcatBuffer, Field, FieldStatistics, ReplayBuffer, compression_of
-from memmap_buffer.adapters import TAGS, Array, column_of, histogram_of, is_url, matching
+from memmap_buffer.adapters import TAGS, Array, column_of, histogram_of, is_url, matching, order_of
 from memmap_buffer.cli.episodes import marked_table_of, read_episode, serial_of, table_of
 from memmap_buffer.cli.folders import disk_use, folders_at, name_of, opened
 from memmap_buffer.cli.minimal import say, shards_of
@@ -83,8 +83,7 @@ def episodes(
     table = _table_of_all(folder, reward)
     unmarked = [name for name in TAGS if not any(table[name])]
     table = {name: values for name, values in matching(table, where or ()).items() if name not in unmarked}
-    order = np.argsort(column_of(table, sort, "--sort"), kind="stable")
-    order = order[::-1] if reverse else order
+    order = order_of(column_of(table, sort, "--sort"), reverse)
     shown = {name: values[order][: limit or None] for name, values in table.items()}
     if as_json:
         say_json([dict(zip(shown, row, strict=True)) for row in zip(*shown.values(), strict=True)])

@@ -106,6 +106,10 @@ def test_info_of_returns_that_are_no_numbers_is_json_all_the_same(
     assert text_of(capsys, "info", tmp_path / "odd").splitlines()[-1].endswith(" -  mean -, 2 not finite")
     with ReplayBuffer.from_folder(tmp_path / "odd") as buffer:
         buffer.store_episode(reward=[1, 2])
+    for reverse, wanted in ([], [2, 1, 0]), (["--reverse"], [1, 2, 0]):  # NaN is last, and not the highest
+        assert [
+            row["serial"] for row in json_of(capsys, "episodes", tmp_path / "odd", "--sort", "return", *reverse)
+        ] == wanted
     got = json_of(capsys, "info", tmp_path / "odd")["return"]
     assert (got["min"], got["mean"], got["max"], got["not_finite"]) == (3, 3, 3, 2)
     assert text_of(capsys, "info", tmp_path / "odd").splitlines()[-1].endswith("3  mean 3, 2 not finite")
