@@ -21,6 +21,7 @@ from memmap_buffer.interop.episodes import (
     import_episodes,
     read_extra,
     read_names,
+    removed_on_error,
     require_fields,
     require_kinds,
 )
@@ -126,14 +127,15 @@ def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
     places = {name: f"infos/{keys.key(name, '/')}" for name in buffer.fieldnames if name not in buffer.schema.ends}
     places |= {name: "/".join(["infos", *map(str, keys.path(name)[1:])]) for name in places if name.startswith("info.")}
     places |= {ours: theirs for theirs, ours in STEPS.items() if ours in places}
-    steps = buffer.num_steps
-    with h5py.File(path_of(path), "x") as file:
-        for name, place in places.items():
+    episodes, place = exported_episodes(buffer), path_of(path)
+    with h5py.File(place, "x") as file, removed_on_error(place):
+        steps = episodes.num_steps
+        for name, array in places.items():
             field = buffer.schema.fields[name]
-            file.create_dataset(place, (steps, *field.shape), dtype_of(field))
-        for place in ENDS:
-            file.create_dataset(place, (steps,), bool)
-        for rows, episode in exported_episodes(buffer):
+            file.create_dataset(array, (steps, *field.shape), dtype_of(field))
+        for array in ENDS:
+            file.create_dataset(array, (steps,), bool)
+        for rows, episode in episodes:
             _write_episode(file, buffer.schema, episode, places, rows.start, rows.stop, last=rows.stop == steps)
         for name, value in (read_extra(buffer, "d4rl") or {}).items():
             file[f"metadata/{name}"] = value

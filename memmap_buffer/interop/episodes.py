@@ -7,15 +7,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, islice, pairwise
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice, pairwise
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
 
-from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, ReplayBuffer, Schema, SchemaError
+from memmap_buffer import (
+    ConcatBuffer,
+    CorruptBufferError,
+    Field,
+    ReplayBuffer,
+    Schema,
+    SchemaError,
+    Trajectory,
+)
 from memmap_buffer.adapters import AnyPath, Names, path_of, progress
-from memmap_buffer.interop.columns import BoolArray
+from memmap_buffer.interop.columns import BoolArray, IntArray
 from memmap_buffer.interop.target import Target, origin_of
 
 NAMES = "names"
@@ -92,14 +103,70 @@ def _store(buffer: ReplayBuffer, episode: Mapping[str, Any] | Iterator[Mapping[s
             opened.extend(**part)
 
 
-def exported_episodes(buffer: ReplayBuffer) -> Iterator[tuple[range, dict[str, Any]]]:
-    """(its rows among the timesteps of all episodes, its columns by dotted name) of each episode, the oldest first.
+def exported_episodes(buffer: ReplayBuffer) -> ExportedEpisodes:
+    """The whole episodes that a buffer has now, see `ExportedEpisodes`."""
+    there = buffer.episodes(fields=(), return_indices=True)
+    return ExportedEpisodes(buffer, there["_index"], there["_lens"])
 
-    A column of lists is an array of objects, each the array of one list.
+
+@dataclass(frozen=True)
+class ExportedEpisodes:
+    """Episodes to be exported, the oldest first, whatever a writer does meanwhile; an iteration reads them.
+
+    Each is given as (its rows among the timesteps of all episodes, its columns by dotted name). A column of lists is an
+    array of objects, each the array of one list. StaleEpisodeError is raised if an episode is overwritten before it is
+    read.
+
+    Attributes:
+        buffer: the buffer.
+        serials: (episodes,) int64.
+        lengths: (episodes,) int64, in steps.
     """
-    bounds = [*pairwise(accumulate(buffer.episode_lens.tolist(), initial=0))]
-    for i, (start, stop) in enumerate(progress(bounds, "episodes")):
-        yield range(start, stop), buffer.schema.flatten(buffer.episode(i))
+
+    buffer: ReplayBuffer
+    serials: IntArray
+    lengths: IntArray
+
+    def __len__(self) -> int:
+        return len(self.serials)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of timesteps of all episodes."""
+        return int(self.lengths.sum())
+
+    def __iter__(self) -> Iterator[tuple[range, dict[str, Any]]]:
+        schema, start = self.buffer.schema, 0
+        items = self.buffer.dataset(
+            view=Trajectory(final_observation=True),
+            filter_fields=with_excluded(self.buffer),
+            on_stale="raise",
+            format="numpy",
+        )
+        numbered = zip(self.serials.tolist(), self.lengths.tolist(), strict=True)
+        for serial, length in progress(numbered, "episodes", len(self)):
+            item = items.at([[serial]])[0]
+            has_final = item.pop("_has_final") and item["_lens"] == length  # not if it has become longer since
+            del item["_lens"]
+            columns = schema.flatten(item)
+            for name, field in schema.fields.items():
+                columns[name] = columns[name][: length + (field.final and has_final)]
+            yield range(start, start + length), columns
+            start += length
+
+
+@contextmanager
+def removed_on_error(*places: Path) -> Iterator[None]:
+    """A block that writes an export; after an error nothing of it is left, which would look like all of it."""
+    try:
+        yield
+    except BaseException:
+        for place in places:
+            if place.is_dir():
+                rmtree(place, ignore_errors=True)
+            else:
+                place.unlink(missing_ok=True)
+        raise
 
 
 def ends_of(schema: Schema, episode: Mapping[str, Any], length: int) -> tuple[BoolArray, BoolArray]:

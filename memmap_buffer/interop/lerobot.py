@@ -20,7 +20,15 @@ import numpy as np
 
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, RunningStatistics, SchemaError
 from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, frames_of, path_of
-from memmap_buffer.interop.episodes import episode_bounds, exported_episodes, import_episodes, read_extra, read_names
+from memmap_buffer.interop.episodes import (
+    ExportedEpisodes,
+    episode_bounds,
+    exported_episodes,
+    import_episodes,
+    read_extra,
+    read_names,
+    removed_on_error,
+)
 from memmap_buffer.interop.target import Target
 from memmap_buffer.interop.video import FilmReader, FilmWriter, film_info
 
@@ -144,12 +152,14 @@ def export_lerobot(
     root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
     rate = _require_exportable(buffer, root, rate_of(buffer, imported, fps), vcodec)
     imported_features, tasks = imported.get("features") or {}, Tasks(buffer, imported)
-    statistics = FeatureStatistics(buffer.num_steps)
+    stored = exported_episodes(buffer)
+    statistics = FeatureStatistics(stored.num_steps)
     features: dict[str, Any] = {}
     films: dict[str, _Film] = {}
-    with ExitStack() as files:
+    written = (root / name for name in ("meta", "data", "videos"))
+    with removed_on_error(*written), ExitStack() as files:
         data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
-        for row, columns in exported(buffer, imported_features, rate, tasks):
+        for row, columns in exported(stored, imported_features, rate, tasks):
             if not features:
                 for name in _films_of(columns, videos, imported_features):
                     films[name] = files.enter_context(closing(_Film(root, name, rate, vcodec, crf)))
@@ -164,7 +174,7 @@ def export_lerobot(
             }
     features |= {name: {**features[name], "info": film.info()} for name, film in films.items()}
     pq.write_table(tasks.table(), root / TASKS)
-    counts = {"total_episodes": len(buffer), "total_frames": buffer.num_steps, "total_tasks": len(tasks.texts)}
+    counts = {"total_episodes": len(stored), "total_frames": stored.num_steps, "total_tasks": len(tasks.texts)}
     _write_json(root / "meta/stats.json", statistics.whole())
     _write_json(root / "meta/info.json", info_of(counts, rate, imported, features))
 
@@ -363,11 +373,12 @@ def _places(root: Path, name: str) -> dict[int, tuple[int, int, float]]:
 
 
 def exported(
-    buffer: ReplayBuffer, imported_features: Mapping[str, Any], rate: float, tasks: Tasks
+    episodes: ExportedEpisodes, imported_features: Mapping[str, Any], rate: float, tasks: Tasks
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(row of `meta/episodes`, feature -> (length, *shape), images with their channels last) of each episode."""
+    buffer = episodes.buffer
     names = read_names(buffer)
-    for i, (rows, episode) in enumerate(exported_episodes(buffer)):
+    for i, (rows, episode) in enumerate(episodes):
         length = len(rows)
         columns = {feature_name(name, names): episode[name][:length] for name in buffer.fieldnames}
         columns = {name: shaped(column, imported_features.get(name)) for name, column in columns.items()}

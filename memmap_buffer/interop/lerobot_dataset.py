@@ -14,7 +14,14 @@ import numpy as np
 
 from memmap_buffer import Field, NotEnoughDataError, Offsets, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import AnyPath, Array, extra, flatten
-from memmap_buffer.interop.episodes import opened, read_extra, read_names, require_kinds, with_excluded
+from memmap_buffer.interop.episodes import (
+    exported_episodes,
+    opened,
+    read_extra,
+    read_names,
+    require_kinds,
+    with_excluded,
+)
 from memmap_buffer.interop.lerobot import (
     COUNTERS,
     FeatureStatistics,
@@ -225,9 +232,10 @@ class DiskLeRobotMetadata:
 
     def compute_stats(self) -> dict[str, dict[str, Array]]:
         """Compute `stats` anew, as after values were changed; this reads every frame once."""
-        statistics = FeatureStatistics(self.total_frames)
+        episodes = exported_episodes(self._disk)
+        statistics = FeatureStatistics(episodes.num_steps)
         features = self._imported.get("features") or {}
-        for _, columns in exported(self._disk, features, float(self.fps), self._tasks):
+        for _, columns in exported(episodes, features, float(self.fps), self._tasks):
             statistics.add(columns)
         self._stats = _arrays(statistics.whole())
         return self._stats

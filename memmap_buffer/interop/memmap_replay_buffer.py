@@ -15,7 +15,7 @@ import numpy as np
 
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import AnyPath, IfExists, extra, path_of
-from memmap_buffer.interop.episodes import exported_episodes, import_episodes, require_kinds
+from memmap_buffer.interop.episodes import exported_episodes, import_episodes, removed_on_error, require_kinds
 from memmap_buffer.interop.safe_pickle import safe_dumps, safe_loads
 from memmap_buffer.interop.target import Target
 
@@ -95,9 +95,11 @@ def export_memmap_replay_buffer(
     """
     with extra("hdf5"):
         import h5py
-    schema, count = buffer.schema, max_episodes or max(1, buffer.num_episodes)
-    if count < buffer.num_episodes:
-        raise SchemaError(f"max_episodes: got {count}, the buffer has {buffer.num_episodes} episodes; give more")
+    schema, episodes = buffer.schema, exported_episodes(buffer)
+    stored = len(episodes)
+    count = max_episodes or max(1, stored)
+    if count < stored:
+        raise SchemaError(f"max_episodes: got {count}, the buffer has {stored} episodes; give more")
     require_kinds(schema.all, "memmap-replay-buffer")
     kinds = {name: _kind_of(name, field) for name, field in schema.all.items()}
     declarations = {name: (kinds[name], field.shape, *_plain(field.default)) for name, field in schema.all.items()}
@@ -113,7 +115,7 @@ def export_memmap_replay_buffer(
     _require_narrow(buffer)
     folder = path_of(path)
     folder.mkdir(parents=True)
-    with h5py.File(folder / "data.h5", "x") as file:
+    with removed_on_error(folder), h5py.File(folder / "data.h5", "x") as file:
         for name, field in schema.all.items():
             steps = () if name in schema.meta_fields else (buffer.max_timesteps,)
             place, chunks = f"{'data' if steps else 'meta'}_{name}", (*[1] * (1 + len(steps)), *field.shape)
@@ -121,16 +123,15 @@ def export_memmap_replay_buffer(
             file.create_dataset(place, (count, *steps, *field.shape), KINDS[kinds[name]], **how)
         file.create_dataset(f"meta_{LENGTHS}", (count,), np.int32)
         file.create_dataset("meta__initted", (count,), np.bool_)
-        for i, (rows, episode) in enumerate(exported_episodes(buffer)):
-            length = rows.stop - rows.start
+        for i, (rows, episode) in enumerate(episodes):
+            length = len(rows)
             for name in schema.fields:
                 file[f"data_{name}"][i, :length] = episode[name][:length].astype(KINDS[kinds[name]])
             for name in schema.meta_fields:
                 file[f"meta_{name}"][i] = episode[name].astype(KINDS[kinds[name]])
             file[f"meta_{LENGTHS}"][i], file["meta__initted"][i] = length, True
-        stored = buffer.num_episodes
+        (folder / "metadata.pkl").write_bytes(safe_dumps(config))
         file.attrs.update({"num_episodes": stored, "episode_index": stored % count, "timestep_index": 0})
-    (folder / "metadata.pkl").write_bytes(safe_dumps(config))
 
 
 def _kind_of(name: str, field: Field) -> str:

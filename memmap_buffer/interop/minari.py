@@ -23,16 +23,23 @@ from memmap_buffer.adapters import (
     Target,
     decode_space,
     encode_space,
+    exported_episodes,
     extra,
     flatten,
     import_episodes,
     names_of,
     path_of,
-    progress,
     spaces_of,
 )
 from memmap_buffer.interop.columns import InferredFields, as_text, put
-from memmap_buffer.interop.episodes import ends_of, read_extra, read_names, require_fields, require_kinds
+from memmap_buffer.interop.episodes import (
+    ends_of,
+    read_extra,
+    read_names,
+    removed_on_error,
+    require_fields,
+    require_kinds,
+)
 
 with extra("minari"):
     import gymnasium
@@ -158,19 +165,20 @@ def export_minari(
     )
     env_spec = imported.get("env_spec")
     spec = made.spec if made is not None else env_spec and gymnasium.envs.registration.EnvSpec.from_json(env_spec)
-    storage = MinariStorage.new(_new_path(dataset_id), *spaces, env_spec=spec, data_format=data_format, **as_they_are)
+    path = _new_path(dataset_id)
+    storage = MinariStorage.new(path, *spaces, env_spec=spec, data_format=data_format, **as_they_are)
     of_environment = ("observation_space", "action_space", "env_spec")
     metadata = {key: value for key, value in imported.items() if key not in of_environment} | metadata
     metadata |= {"dataset_id": dataset_id, "minari_version": minari.__version__}
     sets = {key: set(value) for key, value in metadata.items() if key in ("author", "author_email")}
-    storage.update_metadata(metadata | sets)
     names = read_names(buffer)
-    for i in progress(range(len(buffer)), "episodes"):
-        episode = buffer.episode(i)
-        storage.update_episodes([_episode_buffer(buffer, episode, i, spaces, names, table=table)])
-        meta = _metadata_of(buffer, episode, names, as_json=table)
-        if meta:
-            storage.update_episode_metadata([meta], [i])
+    with removed_on_error(path.parent):
+        storage.update_metadata(metadata | sets)
+        for i, (rows, columns) in enumerate(exported_episodes(buffer)):
+            storage.update_episodes([_episode_buffer(buffer, columns, len(rows), i, spaces, names, table=table)])
+            meta = _metadata_of(buffer, columns, names, as_json=table)
+            if meta:
+                storage.update_episode_metadata([meta], [i])
     return MinariDataset(storage)
 
 
@@ -266,18 +274,26 @@ def _with_reset(episode: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _episode_buffer(
-    buffer: ReplayBuffer, episode: dict[str, Any], i: int, spaces: Any, names: Names, *, table: bool
+    buffer: ReplayBuffer,
+    columns: Mapping[str, Any],
+    length: int,
+    i: int,
+    spaces: Any,
+    names: Names,
+    *,
+    table: bool,
 ) -> EpisodeBuffer:
-    length = int(buffer.episode_lens[i])
-    if any(len(column) == length for column in flatten({"observation": episode["observation"]}).values()):
-        raise SchemaError(f"episode {i}: it has no final observation, and Minari needs one; leave it out")
-    columns = flatten(episode)
+    episode: dict[str, Any] = {}
+    for name, column in columns.items():
+        if name.split(".")[0] == "observation" and len(column) == length:
+            raise SchemaError(f"episode {i}: it has no final observation, and Minari needs one; leave it out")
+        put(episode, name.split("."), column)
     infos: dict[str, Any] = {}
     for name in _infos_of(buffer.schema):
         path = names.path(name)
         put(infos, path[1:] if path[0] == "info" else path, columns[name])
     values = _values(infos, lists=table)
-    seed = int(episode.get("seed", -1)) if columns.get(f"{GIVEN}.seed", True) else -1
+    seed = int(columns.get("seed", -1)) if columns.get(f"{GIVEN}.seed", True) else -1
     terminations, truncations = ends_of(buffer.schema, columns, length)
     return EpisodeBuffer(
         seed=seed if seed >= 0 else None,
@@ -299,9 +315,8 @@ def _values(tree: Any, *, lists: bool = False) -> Any:
     return list(tree) if lists and tree.ndim == 1 else tree
 
 
-def _metadata_of(buffer: ReplayBuffer, episode: dict[str, Any], names: Names, *, as_json: bool) -> dict[str, Any]:
+def _metadata_of(buffer: ReplayBuffer, values: Mapping[str, Any], names: Names, *, as_json: bool) -> dict[str, Any]:
     """The metadata that the episode was given. `as_json`: nested dicts of JSON's values; else keys such as "a/b"."""
-    values = flatten(episode)
     out: dict[str, Any] = {}
     for name in buffer.schema.meta_fields:
         if name == "seed" or name.startswith(f"{GIVEN}.") or not values.get(f"{GIVEN}.{name}", True):

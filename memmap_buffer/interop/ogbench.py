@@ -90,10 +90,11 @@ def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
             "and `action`"
         )
     require_kinds({name: schema.fields[name] for name in wanted}, "OGBench")
-    count = buffer.num_steps + len(buffer)
+    episodes = exported_episodes(buffer)
+    count = episodes.num_steps + len(episodes)
     out = {name: np.zeros((count, *schema.fields[name].shape), dtype_of(schema.fields[name])) for name in wanted}
     terminals = np.zeros(count, np.float32)
-    for i, (rows, episode) in enumerate(exported_episodes(buffer)):
+    for i, (rows, episode) in enumerate(episodes):
         if len(episode["observation"]) == len(rows):
             raise SchemaError(f"episode {i}: it has no final observation, and OGBench needs one; leave it out")
         for name, column in out.items():

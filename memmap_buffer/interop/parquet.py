@@ -11,7 +11,7 @@ import numpy as np
 from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import AnyPath, extra, path_of
 from memmap_buffer.interop.columns import objects
-from memmap_buffer.interop.episodes import exported_episodes, require_kinds
+from memmap_buffer.interop.episodes import ExportedEpisodes, exported_episodes, removed_on_error, require_kinds
 
 with extra("parquet"):
     import pyarrow as pa
@@ -46,18 +46,19 @@ def export_parquet(buffer: ReplayBuffer, path: AnyPath) -> None:
     require_tables(buffer, buffer.schema.all)
     root.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    groups = _groups(buffer, rows)
+    groups = _groups(exported_episodes(buffer), rows)
     first = next(groups)
-    with pq.ParquetWriter(root / STEPS, first.schema) as writer:
-        for table in chain([first], groups):
-            writer.write_table(table)
-    pq.write_table(_episodes(buffer, rows), root / EPISODES)
+    with removed_on_error(root / STEPS, root / EPISODES):
+        with pq.ParquetWriter(root / STEPS, first.schema) as writer:
+            for table in chain([first], groups):
+                writer.write_table(table)
+        pq.write_table(_episodes(buffer, rows), root / EPISODES)
 
 
-def _groups(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Iterator[Any]:
+def _groups(episodes: ExportedEpisodes, rows: list[dict[str, Any]]) -> Iterator[Any]:
     """Tables of timesteps, each of which becomes a row group; appends the row of each of their episodes to `rows`."""
-    tables: list[Any] = []
-    for serial, (steps, episode) in zip(buffer.serials.tolist(), exported_episodes(buffer), strict=True):
+    buffer, tables = episodes.buffer, list[Any]()
+    for serial, (steps, episode) in zip(episodes.serials.tolist(), episodes, strict=True):
         length = len(steps)
         columns = {"_episode": np.full(length, serial), "_t": np.arange(length)}
         columns |= {name: episode[name][:length] for name in buffer.fieldnames}

@@ -25,6 +25,7 @@ from memmap_buffer.interop.episodes import (
     import_episodes,
     read_extra,
     read_names,
+    removed_on_error,
     require_fields,
     require_kinds,
 )
@@ -123,18 +124,19 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
         attributes["env_args"] = _env_args(buffer, env)
     names = read_names(buffer, NAMES)
     masks: dict[str, list[str]] = {name: [] for name in buffer.meta_fieldnames if name.startswith(MASK)}
-    with h5py.File(path_of(path), "x") as file:
+    episodes, place = exported_episodes(buffer), path_of(path)
+    with h5py.File(place, "x") as file, removed_on_error(place):
         data = file.create_group("data")
-        data.attrs.update({**attributes, "total": buffer.num_steps})
-        for i, (rows, episode) in enumerate(exported_episodes(buffer)):
+        data.attrs.update({**attributes, "total": episodes.num_steps})
+        for i, (rows, episode) in enumerate(episodes):
             length, demo = len(rows), str(episode.get("demo", f"demo_{i}"))
             group = data.create_group(demo)
             group.attrs.update({**imported.get("demos", {}).get(demo, {}), "num_samples": length})
             for name, column in _exported(buffer.schema, episode, length).items():
-                place = _place(name, names)
-                group[place] = column[:length]
-                if len(column) > length and place.startswith("obs/"):
-                    group[f"{NEXT}/{place.removeprefix('obs/')}"] = column[1:]
+                array = _place(name, names)
+                group[array] = column[:length]
+                if len(column) > length and array.startswith("obs/"):
+                    group[f"{NEXT}/{array.removeprefix('obs/')}"] = column[1:]
             for name in masks:
                 masks[name] += [demo] if episode[name] else []
         for name, members in masks.items():

@@ -1,0 +1,170 @@
+"""Every export is of the whole episodes that were there when it began; what fails on the way leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import h5py
+import numpy as np
+import pytest
+
+from memmap_buffer import Field, ReplayBuffer, StaleEpisodeError
+from memmap_buffer.adapters import exported_episodes
+
+FIELDS = {
+    "observation": Field("float32", (2,), final=True),
+    "action": ("float32", (1,)),
+    "reward": "float32",
+    "terminated": "bool",
+    "truncated": "bool",
+}
+
+
+class Env(gymnasium.Env):
+    """Spaces for Minari."""
+
+    observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "d4rl": {},
+    "ogbench": {},
+    "robomimic": {},
+    "minari": {"env": Env()},
+    "lerobot": {"fps": 10},
+    "memmap_replay_buffer": {},
+    "parquet": {},
+}
+
+
+def export(name: str, buffer: ReplayBuffer, place: Path) -> Any:
+    """Export to where `place` says; of Minari that is what its environment variable names."""
+    target = "kinds-v0" if name == "minari" else place / "data"
+    return getattr(import_module(f"memmap_buffer.interop.{name}"), f"export_{name}")(buffer, target, **OPTIONS[name])
+
+
+def store(buffer: ReplayBuffer, number: int, length: int) -> None:
+    """An episode whose values are its number."""
+    buffer.store_episode(
+        observation=np.full((length + 1, 2), number),
+        action=np.full((length, 1), number),
+        reward=np.full(length, number),
+        terminated=np.arange(length) == length - 1,
+        truncated=np.zeros(length),
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "place"
+    place.mkdir()
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(place))
+    return place
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[ReplayBuffer]:
+    """A ring that is full of episodes 1 to 4, of 3 steps each."""
+    with ReplayBuffer(tmp_path / "ring", 4, 9, FIELDS, circular=True) as writer:
+        for number in range(1, 5):
+            store(writer, number, 3)
+        yield writer
+
+
+def test_the_episodes_of_an_export_are_those_of_its_beginning(ring: ReplayBuffer) -> None:
+    episodes = exported_episodes(ReplayBuffer.from_folder(ring.folder, read_only=True))
+    assert (len(episodes), episodes.num_steps, episodes.serials.tolist()) == (4, 12, [0, 1, 2, 3])
+    seen, reading = [], iter(episodes)
+    for _ in range(3):
+        rows, columns = next(reading)
+        seen.append((rows, columns["reward"].tolist(), len(columns["observation"])))
+        store(ring, 9, 7)  # in the place of what was read
+    assert seen == [(range(3 * i, 3 * i + 3), [i + 1] * 3, 4) for i in range(3)]
+    for _ in range(2):
+        store(ring, 9, 7)
+    with pytest.raises(StaleEpisodeError, match=r"\[3\] were overwritten"):
+        next(reading)
+
+
+def test_an_episode_that_goes_on_during_an_export_is_as_long_as_at_its_beginning(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "data", 4, 9, FIELDS, publish="step") as writer:
+        step = {"action": [0], "reward": 0, "terminated": False, "truncated": False}
+        writer.add(observation=[0, 0], **step)
+        episodes = exported_episodes(writer)
+        writer.add(observation=[1, 1], next_observation=[2, 2], **{**step, "terminated": True})
+        ((rows, columns),) = episodes
+    assert rows == range(1) and columns["observation"].tolist() == [[0, 0]] and columns["terminated"].tolist() == [0]
+
+
+@pytest.mark.parametrize("name", ["d4rl", "ogbench"])
+def test_steps_of_an_episode_that_a_capacity_has_trimmed_are_not_exported(
+    tmp_path: Path, place: Path, name: str
+) -> None:
+    with ReplayBuffer(tmp_path / "data", fields=FIELDS, capacity=10, max_timesteps=9) as buffer:
+        for number in range(1, 6):
+            store(buffer, number, 4)
+        assert (buffer.num_steps, buffer.episode_lens.tolist()) == (10, [4, 4])
+        export(name, buffer, place)
+    module = import_module(f"memmap_buffer.interop.{name}")
+    with getattr(module, f"import_{name}")(place / "data", tmp_path / "copy") as copy:
+        assert [copy.episode(i)["reward"].tolist() for i in range(len(copy))] == [[4] * 4, [5] * 4]
+
+
+def total_of_robomimic(place: Path) -> int:
+    with h5py.File(place / "data") as file:
+        return int(file["data"].attrs["total"])
+
+
+def total_of_lerobot(place: Path) -> int:
+    info = json.loads((place / "data/meta/info.json").read_text())
+    stats = json.loads((place / "data/meta/stats.json").read_text())
+    assert stats["action"]["count"] == [info["total_frames"]]
+    return int(info["total_frames"])
+
+
+@pytest.mark.parametrize(
+    ("name", "total"), [("robomimic", total_of_robomimic), ("lerobot", total_of_lerobot)], ids=["robomimic", "lerobot"]
+)
+def test_the_total_of_an_export_counts_the_steps_in_it(
+    tmp_path: Path, place: Path, name: str, total: Callable[[Path], int]
+) -> None:
+    with ReplayBuffer(tmp_path / "data", fields=FIELDS, capacity=10, max_timesteps=9) as buffer:
+        for number in range(1, 6):
+            store(buffer, number, 4)
+        export(name, buffer, place)
+    assert total(place) == 8
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_export_that_fails_leaves_nothing_and_is_not_in_the_way_of_the_next(
+    ring: ReplayBuffer, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    dataset = ReplayBuffer.dataset
+
+    def overwritten(self: ReplayBuffer, **options: Any) -> Any:
+        """A data set whose third episode is gone when it is asked for."""
+        items: Any = dataset(self, **options)
+        read, asked = items.at, []
+
+        def at(indices: Any) -> Any:
+            asked.append(indices)
+            for _ in range(4 if len(asked) == 3 else 0):
+                store(ring, 9, 7)
+            return read(indices)
+
+        items.at = at
+        return items
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplayBuffer, "dataset", overwritten)
+        with pytest.raises(StaleEpisodeError, match="were overwritten"):
+            export(name, ring, place)
+    assert [path for path in place.rglob("*") if path.is_file()] == []
+    export(name, ring, place)
+    assert [path for path in place.rglob("*") if path.is_file()] != []
