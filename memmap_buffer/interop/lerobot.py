@@ -223,8 +223,11 @@ class _Source:
         self.ours = {name: RENAMED.get(name) or self.names.named(name.split(".")) for name in wanted}
 
     def fields(self) -> dict[str, Field]:
-        """The fields of the features in tables."""
-        return {self.ours[name]: _field(column) for name, column in self._files[0].columns.items()}
+        """The fields of the features in tables; texts are as wide as the longest of all files."""
+        columns = {**self._files[0].columns}
+        for name in [name for name, column in columns.items() if column.dtype.kind == "U"]:
+            columns[name] = max((file.column(name) for file in self._files), key=lambda texts: texts.dtype.itemsize)
+        return {self.ours[name]: _field(column) for name, column in columns.items()}
 
     def facts(self) -> dict[str, Any]:
         """The content of `extra/lerobot.json`, for exports."""
@@ -284,6 +287,10 @@ class _DataFile:
     def columns(self) -> dict[str, Any]:
         """(rows, *shape) of each feature."""
         return {name: _column(self.path, self._table, name, about) for name, about in self._features.items()}
+
+    def column(self, name: str) -> Any:
+        """(rows, *shape) of a single feature, which is not kept."""
+        return _column(self.path, pq.read_table(self.path, columns=[name]), name, self._features[name])
 
     def number(self, name: str, row: int) -> int:
         """The number in a column at a row; -1 if there is no such column."""

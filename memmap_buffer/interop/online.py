@@ -90,9 +90,8 @@ class OnlineBatches:
                 self.num_steps, observation = self.num_steps + 1, following
                 if self.num_steps % self._every == 0 and self.buffer.num_steps >= self._warm_up:
                     yield self.buffer.sample(self.batch_size, **self._options)
-        finally:
-            if not ended:
-                self.buffer.end_episodes()
+        finally:  # also where it ended: the next step is none of a reset, even if the environment could reset itself
+            self.buffer.end_episodes()
         if self._after is not None:
             if self.buffer.num_published == before:
                 self.buffer.flush()  # by `sync_every` the episode waits to be published together with others

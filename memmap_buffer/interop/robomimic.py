@@ -1,6 +1,6 @@
 """robomimic's HDF5 files, import and export: a group for each demonstration, and masks that name subsets of these.
 
-`obs/<name>` becomes `observation.<name>`, with a final observation if there is `next_obs`; `actions`, `rewards`,
+`obs/<name>` becomes `observation.<name>`, with a final entry if there is `next_obs/<name>`; `actions`, `rewards`,
 `dones` and `states` become `action`, `reward`, `done` and `state`; other arrays keep their names if these are
 identifiers. A mask becomes the bool meta field `mask.<name>`, so that `filter_meta={"mask.train": True}` reads that
 subset. `done` does not become `terminated`: robomimic may mark each step at which the task is done. The attributes of
@@ -35,7 +35,7 @@ with extra("hdf5"):
     import h5py
 
 NAMES = {"observation": "obs", "action": "actions", "reward": "rewards", "done": "dones", "state": "states"}
-OBSERVATION, NEXT, MASK = "observation.", "next_obs", "mask."
+NEXT, MASK = "next_obs", "mask."
 GYM_ARGS = {"env_name": "", "type": 2, "env_kwargs": {}}  # 2: robomimic's number for environments of Gym
 
 
@@ -66,20 +66,21 @@ def import_robomimic(
             raise SchemaError(f"{path}: it has no demonstrations in 'data', so it is no file of robomimic")
         demos = sorted(file["data"], key=_number)
         arrays, lengths, names = InferredFields("array"), [], Names(fixed=NAMES)
+        finals = []
         for demo in demos:
             columns = _read(file["data"][demo], names)
             arrays.add(columns)
             lengths.append(len(columns["action"]))
+            finals.append({name for name, column in columns.items() if len(column) > lengths[-1]})
         arrays.require_complete()
-        has_final = all(NEXT in file["data"][demo] for demo in demos)
-        final = {name for name in arrays.fields if has_final and name.startswith(OBSERVATION)}
+        final = set.intersection(*finals)
         masks = flatten(names.ours({"mask": file.get("mask", {})}))
         members = {name: {str(as_text(demo)) for demo in item[()]} for name, item in masks.items()}
 
         def episode(demo: str) -> dict[str, Any]:
             columns = _read(file["data"][demo], names)
-            stop = len(columns["action"]) + has_final
-            rows = {name: column[:stop] for name, column in columns.items()}
+            stop = len(columns["action"])
+            rows = {name: column[: stop + (name in final)] for name, column in columns.items()}
             return {**rows, "demo": demo, **{name: demo in demos for name, demos in members.items()}}
 
         attributes = {demo: _attributes(file["data"][demo]) for demo in demos}

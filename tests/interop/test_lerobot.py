@@ -141,6 +141,20 @@ def test_what_is_exported_can_be_read_by_pyarrow_alone(tmp_path):
     assert features["action"] == {"dtype": "int64", "shape": [1], "names": None}
 
 
+def test_a_text_is_imported_whole_whichever_file_has_the_longest(tmp_path):
+    texts = ["a", "a longer one"]
+    with ReplayBuffer(tmp_path / "data", 2, 3, {"action": "float", "says": "U20"}) as buffer:
+        for text in texts:
+            buffer.store_episode(action=[0, 0], says=[text] * 2)
+        export_lerobot(buffer, tmp_path / "set", fps=10)
+    first = tmp_path / "set/data/chunk-000/file-000.parquet"
+    rows = pq.read_table(first)
+    for file, part in ((first, rows.slice(0, 2)), (first.with_name("file-001.parquet"), rows.slice(2))):
+        pq.write_table(part, file)
+    with import_lerobot(tmp_path / "set", tmp_path / "copy") as copy:
+        assert [copy.episode(i)["says"].tolist() for i in range(2)] == [[text] * 2 for text in texts]
+
+
 def test_videos_can_be_skipped(tmp_path):
     written = write(tmp_path / "l", video=True)
     assert_imported(import_lerobot(tmp_path / "l", tmp_path / "b", videos="skip"), written)

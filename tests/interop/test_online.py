@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same
+from gymnasium.wrappers import Autoreset
 
 from memmap_buffer import Prioritized, ReplayBuffer, SchemaError
 from memmap_buffer.interop.online import OnlineBatches
@@ -110,6 +111,14 @@ def test_an_episode_is_truncated_after_max_steps_and_cut_short_where_the_loop_is
     assert not buffer.episode(4)["truncated"].any()
     next(iter(online))
     assert buffer.num_episodes == 6
+
+
+def test_of_an_environment_that_could_reset_itself_the_first_steps_are_stored_too(tmp_path):
+    env = Autoreset(Counting())
+    with ReplayBuffer.for_env(env, tmp_path / "data", max_episodes=9, max_timesteps=9) as buffer:
+        assert list(OnlineBatches(buffer, env, lambda _: 0, 1, num_episodes=3, warm_up=99)) == []
+        assert buffer.episode_lens.tolist() == [2, 3, 4]
+        assert buffer.episode(2)["observation"].tolist() == [[2, t] for t in range(5)]
 
 
 def test_what_it_cannot_play_is_refused(make):

@@ -99,6 +99,17 @@ def test_a_file_comes_back_equal_to_the_bit(tmp_path, following):
     assert everything(tmp_path / "s.hdf5") == everything(tmp_path / "r.hdf5")
 
 
+def test_observations_that_next_obs_lacks_have_no_final_entry(tmp_path):
+    write(tmp_path / "r.hdf5")
+    with h5py.File(tmp_path / "r.hdf5", "a") as file:
+        for demo in LENGTHS:
+            del file[f"data/{demo}/next_obs/robot0_eef_pos"]
+    with import_robomimic(tmp_path / "r.hdf5", tmp_path / "b") as buffer:
+        assert buffer.schema.final_names == {"observation.agentview_image"}
+        export_robomimic(buffer, tmp_path / "s.hdf5")
+    assert everything(tmp_path / "s.hdf5") == everything(tmp_path / "r.hdf5")
+
+
 def test_images_can_be_compressed_and_go_out_as_they_came(tmp_path):
     write(tmp_path / "r.hdf5")
     with h5py.File(tmp_path / "r.hdf5", "a") as file:
