@@ -24,6 +24,7 @@ from memmap_buffer.interop.episodes import (
     removed_on_error,
     require_fields,
     require_kinds,
+    require_places,
 )
 from memmap_buffer.interop.target import Target
 
@@ -118,7 +119,8 @@ def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
         path: the file.
 
     Raises:
-        SchemaError: observations are nested, only some episodes have their final one, or a field is of text or lists.
+        SchemaError: observations are nested, only some episodes have their final one, a field is of text or lists, or
+            two fields would be one array.
         OSError: there is a file already.
     """
     require_fields(buffer, ("observation", "action"), "D4RL")
@@ -127,6 +129,7 @@ def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
     places = {name: f"infos/{keys.key(name, '/')}" for name in buffer.fieldnames if name not in buffer.schema.ends}
     places |= {name: "/".join(["infos", *map(str, keys.path(name)[1:])]) for name in places if name.startswith("info.")}
     places |= {ours: theirs for theirs, ours in STEPS.items() if ours in places}
+    require_places(places, "D4RL")
     episodes, place = exported_episodes(buffer), path_of(path)
     with h5py.File(place, "x") as file, removed_on_error(place):
         steps = episodes.num_steps

@@ -214,6 +214,25 @@ def require_kinds(fields: Mapping[str, Field], format_name: str, kinds: str = ""
             )
 
 
+def require_places(places: Mapping[str, str], format_name: str, own: Iterable[str] = ()) -> None:
+    """Raise SchemaError if a field has the place of another one.
+
+    Args:
+        places: name of a field -> its place in a file of the format.
+        format_name: for the error.
+        own: the places at which the format has something else.
+    """
+    taken = dict.fromkeys(own, f"what {format_name} counts itself")
+    for name, place in places.items():
+        if place in taken:
+            raise SchemaError(
+                f"field {name!r}: it would be {place!r} in {format_name}, as {taken[place]} is; export a copy in "
+                "which one has another name (`snapshot`, then `rename_field`)",
+                field=name,
+            )
+        taken[place] = f"field {name!r}"
+
+
 def episode_bounds(ends: Any) -> list[tuple[int, int]]:
     """(first row, row after the last) of each episode in flat arrays.
 

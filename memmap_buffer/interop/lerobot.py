@@ -28,6 +28,7 @@ from memmap_buffer.interop.episodes import (
     read_extra,
     read_names,
     removed_on_error,
+    require_places,
 )
 from memmap_buffer.interop.target import Target
 from memmap_buffer.interop.video import FilmReader, FilmWriter, film_info
@@ -144,9 +145,9 @@ def export_lerobot(
 
     Raises:
         SchemaError: no `fps` is known, there is a data set already, there are no episodes, a field is of complex
-            numbers or lists or has more than five axes, a `task_index` is the number of no task, a feature of `videos`
-            is no image, the codec takes no frames of that size, or there are videos and timestamps that do not fit
-            `fps`.
+            numbers or lists, has more than five axes or the name of a counter of LeRobot, a `task_index` is the number
+            of no task, a feature of `videos` is no image, the codec takes no frames of that size, or there are videos
+            and timestamps that do not fit `fps`.
         ImportError: there are videos, and the extra `video` is not installed.
     """
     root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
@@ -159,7 +160,7 @@ def export_lerobot(
     written = (root / name for name in ("meta", "data", "videos"))
     with removed_on_error(*written), ExitStack() as files:
         data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
-        for row, columns in exported(stored, imported_features, rate, tasks):
+        for row, columns in exported(stored, imported, rate, tasks):
             if not features:
                 for name in _films_of(columns, videos, imported_features):
                     films[name] = files.enter_context(closing(_Film(root, name, rate, vcodec, crf)))
@@ -380,15 +381,17 @@ def _places(root: Path, name: str) -> dict[int, tuple[int, int, float]]:
 
 
 def exported(
-    episodes: ExportedEpisodes, imported_features: Mapping[str, Any], rate: float, tasks: Tasks
+    episodes: ExportedEpisodes, imported: Mapping[str, Any], rate: float, tasks: Tasks
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(row of `meta/episodes`, feature -> (length, *shape), images with their channels last) of each episode."""
-    buffer = episodes.buffer
-    names = read_names(buffer)
+    imported_features = imported.get("features") or {}
+    features = features_of(episodes.buffer, imported)
     for i, (rows, episode) in enumerate(episodes):
         length = len(rows)
-        columns = {feature_name(name, names): episode[name][:length] for name in buffer.fieldnames}
-        columns = {name: shaped(column, imported_features.get(name)) for name, column in columns.items()}
+        columns = {
+            feature: shaped(episode[name][:length], imported_features.get(feature))
+            for name, feature in features.items()
+        }
         columns.setdefault("timestamp", np.arange(length, dtype=np.float32) / np.float32(rate))
         columns["task_index"] = tasks.numbers(episode, length)
         columns |= zip(COUNTERS, (np.arange(rows.start, rows.stop), np.arange(length), np.full(length, i)), strict=True)
@@ -698,10 +701,13 @@ def _field(column: Any) -> Field:
     return Field(dtype, column.shape[1:])
 
 
-def feature_name(name: str, names: Names) -> str:
-    """The name of the feature that a field becomes."""
-    features = {**{ours: theirs for theirs, ours in RENAMED.items()}, "observation": "observation.state"}
-    return features.get(name) or names.key(name)
+def features_of(buffer: ReplayBuffer, imported: Mapping[str, Any]) -> dict[str, str]:
+    """Field -> the name of its feature. Raises SchemaError if LeRobot has something else of that name."""
+    names, theirs = read_names(buffer), {ours: theirs for theirs, ours in RENAMED.items()}
+    theirs["observation"] = "observation.state"
+    features = {name: theirs.get(name) or names.key(name) for name in buffer.fieldnames}
+    require_places(features, "LeRobot", COUNTERS if imported else (*COUNTERS, "task_index"))
+    return features
 
 
 def shaped(column: Any, feature: Mapping[str, Any] | None) -> Any:

@@ -18,7 +18,6 @@ from memmap_buffer.interop.episodes import (
     exported_episodes,
     opened,
     read_extra,
-    read_names,
     require_kinds,
     with_excluded,
 )
@@ -27,8 +26,8 @@ from memmap_buffer.interop.lerobot import (
     FeatureStatistics,
     Tasks,
     exported,
-    feature_name,
     feature_of,
+    features_of,
     info_of,
     rate_of,
     shaped,
@@ -184,8 +183,8 @@ class DiskLeRobotMetadata:
         self.serials, lengths = disk.serials, disk.episode_lens
         ends = np.cumsum(lengths)
         self.bounds = np.stack([ends - lengths, ends], axis=1)
-        names, imported_features = read_names(disk), imported.get("features") or {}
-        self.stored = {feature_name(field, names): field for field in disk.fieldnames if field != "valid"}
+        imported_features = imported.get("features") or {}
+        self.stored = {feature: field for field, feature in features_of(disk, imported).items() if field != "valid"}
         self._tasks = Tasks(disk, imported)
         self.texts, self.task_of = self._tasks.texts, None
         if not self._tasks.by_frame:
@@ -234,8 +233,7 @@ class DiskLeRobotMetadata:
         """Compute `stats` anew, as after values were changed; this reads every frame once."""
         episodes = exported_episodes(self._disk)
         statistics = FeatureStatistics(episodes.num_steps)
-        features = self._imported.get("features") or {}
-        for _, columns in exported(episodes, features, float(self.fps), self._tasks):
+        for _, columns in exported(episodes, self._imported, float(self.fps), self._tasks):
             statistics.add(columns)
         self._stats = _arrays(statistics.whole())
         return self._stats

@@ -39,6 +39,7 @@ from memmap_buffer.interop.episodes import (
     removed_on_error,
     require_fields,
     require_kinds,
+    require_places,
 )
 
 with extra("minari"):
@@ -148,10 +149,12 @@ def export_minari(
 
     Raises:
         SchemaError: an episode has no final observation, there is no `reward`, no environment is known, a field is of
-            lists or of a kind that the format cannot hold, or Minari is so old that it stores images only as JPEG.
+            lists or of a kind that the format cannot hold, two fields would be one info, or Minari is so old that it
+            stores images only as JPEG.
     """
     require_fields(buffer, ("reward",), "Minari")
-    table = data_format != "hdf5"
+    names, table = read_names(buffer), data_format != "hdf5"
+    require_places({name: "/".join(map(str, _place(name, names))) for name in _infos_of(buffer.schema)}, "Minari")
     _require_storable(buffer.schema, data_format, table=table)
     as_they_are = _as_they_are(buffer)
     imported: dict[str, Any] = read_extra(buffer, "minari") or {}
@@ -171,7 +174,6 @@ def export_minari(
     metadata = {key: value for key, value in imported.items() if key not in of_environment} | metadata
     metadata |= {"dataset_id": dataset_id, "minari_version": minari.__version__}
     sets = {key: set(value) for key, value in metadata.items() if key in ("author", "author_email")}
-    names = read_names(buffer)
     with removed_on_error(path.parent):
         storage.update_metadata(metadata | sets)
         for i, (rows, columns) in enumerate(exported_episodes(buffer)):
@@ -199,6 +201,12 @@ def _infos_of(schema: Schema) -> list[str]:
     """The names of the fields that become infos."""
     own = {"reward", *schema.ends}
     return [name for name in schema.fields if name not in own and name.split(".")[0] not in ("observation", "action")]
+
+
+def _place(name: str, names: Names) -> list[Any]:
+    """The keys of a field among the infos."""
+    path = names.path(name)
+    return path[1:] if path[0] == "info" else path
 
 
 def _as_they_are(buffer: ReplayBuffer) -> dict[str, bool]:
@@ -290,8 +298,7 @@ def _episode_buffer(
         put(episode, name.split("."), column)
     infos: dict[str, Any] = {}
     for name in _infos_of(buffer.schema):
-        path = names.path(name)
-        put(infos, path[1:] if path[0] == "info" else path, columns[name])
+        put(infos, _place(name, names), columns[name])
     values = _values(infos, lists=table)
     seed = int(columns.get("seed", -1)) if columns.get(f"{GIVEN}.seed", True) else -1
     terminations, truncations = ends_of(buffer.schema, columns, length)

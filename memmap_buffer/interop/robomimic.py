@@ -28,6 +28,7 @@ from memmap_buffer.interop.episodes import (
     removed_on_error,
     require_fields,
     require_kinds,
+    require_places,
 )
 from memmap_buffer.interop.target import Target
 
@@ -114,7 +115,7 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
             known, `env_args` names no environment: robomimic can learn from the file, but make no rollouts.
 
     Raises:
-        SchemaError: there is no `action`, or a field is of text or lists.
+        SchemaError: there is no `action`, a field is of text or lists, or two fields would be one array.
         OSError: there is a file already.
     """
     require_fields(buffer, ("action",), "robomimic")
@@ -124,6 +125,8 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
     if env is not None or not imported:
         attributes["env_args"] = _env_args(buffer, env)
     names = read_names(buffer, NAMES)
+    places = {name: _place(name, names) for name in _written(buffer.schema)}
+    require_places(places, "robomimic")
     masks: dict[str, list[str]] = {name: [] for name in buffer.meta_fieldnames if name.startswith(MASK)}
     episodes, place = exported_episodes(buffer), path_of(path)
     with h5py.File(place, "x") as file, removed_on_error(place):
@@ -134,7 +137,7 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
             group = data.create_group(demo)
             group.attrs.update({**imported.get("demos", {}).get(demo, {}), "num_samples": length})
             for name, column in _exported(buffer.schema, episode, length).items():
-                array = _place(name, names)
+                array = places[name]
                 group[array] = column[:length]
                 if len(column) > length and array.startswith("obs/"):
                     group[f"{NEXT}/{array.removeprefix('obs/')}"] = column[1:]
@@ -163,11 +166,17 @@ def _is_image(field: Field) -> bool:
 
 def _exported(schema: Schema, episode: Mapping[str, Any], length: int) -> dict[str, Any]:
     """Dotted name -> column, for the arrays to write."""
-    columns = {name: episode[name] for name in schema.fields if name == "done" or name not in schema.ends}
+    columns = {name: episode[name] for name in _written(schema) if name in schema.fields}
     if schema.ends and "done" not in columns:
         terminated, truncated = ends_of(schema, episode, length)
         columns["done"] = (terminated | truncated).astype(np.int64)
     return columns
+
+
+def _written(schema: Schema) -> list[str]:
+    """The names of the arrays to write; where the fields that end episodes have other names, "done" is made of them."""
+    kept = [name for name in schema.fields if name == "done" or name not in schema.ends]
+    return [*kept, "done"] if schema.ends and "done" not in kept else kept
 
 
 def _place(name: str, names: Names) -> str:

@@ -13,8 +13,9 @@ import h5py
 import numpy as np
 import pytest
 
-from memmap_buffer import Field, ReplayBuffer, StaleEpisodeError
+from memmap_buffer import Field, ReplayBuffer, SchemaError, StaleEpisodeError
 from memmap_buffer.adapters import exported_episodes
+from memmap_buffer.interop.lerobot_dataset import DiskLeRobotDataset
 
 FIELDS = {
     "observation": Field("float32", (2,), final=True),
@@ -49,7 +50,7 @@ def export(name: str, buffer: ReplayBuffer, place: Path) -> Any:
     return getattr(import_module(f"memmap_buffer.interop.{name}"), f"export_{name}")(buffer, target, **OPTIONS[name])
 
 
-def store(buffer: ReplayBuffer, number: int, length: int) -> None:
+def store(buffer: ReplayBuffer, number: int, length: int, **more: Any) -> None:
     """An episode whose values are its number."""
     buffer.store_episode(
         observation=np.full((length + 1, 2), number),
@@ -57,6 +58,7 @@ def store(buffer: ReplayBuffer, number: int, length: int) -> None:
         reward=np.full(length, number),
         terminated=np.arange(length) == length - 1,
         truncated=np.zeros(length),
+        **more,
     )
 
 
@@ -168,3 +170,33 @@ def test_an_export_that_fails_leaves_nothing_and_is_not_in_the_way_of_the_next(
     assert [path for path in place.rglob("*") if path.is_file()] == []
     export(name, ring, place)
     assert [path for path in place.rglob("*") if path.is_file()] != []
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "other", "place_of_both"),
+    [
+        ("d4rl", "x", "info.x", "infos/x"),
+        ("minari", "x", "info.x", "x"),
+        ("robomimic", "dones", None, "dones"),
+        ("robomimic", "actions", None, "actions"),
+        ("lerobot", "index", None, "index"),
+        ("lerobot", "task_index", None, "task_index"),
+        ("lerobot", "next.reward", None, "next.reward"),
+    ],
+)
+def test_two_fields_that_would_have_one_place_are_refused(
+    tmp_path: Path, place: Path, name: str, field: str, other: str | None, place_of_both: str
+) -> None:
+    more = {each: "int" for each in (field, other) if each is not None}
+    with ReplayBuffer(tmp_path / "data", 2, 9, {**FIELDS, **more}) as buffer:
+        store(buffer, 1, 3, **{key: [1, 2, 3] for key in more})
+        with pytest.raises(SchemaError, match=f"it would be '{place_of_both}' in .* `rename_field`"):
+            export(name, buffer, place)
+    assert not [*place.iterdir()]
+
+
+def test_a_data_set_of_lerobots_form_has_no_counter_of_its_own(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "data", 2, 9, {**FIELDS, "index": "int"}) as buffer:
+        store(buffer, 1, 3, index=[7, 8, 9])
+        with pytest.raises(SchemaError, match="'index' in LeRobot, as what LeRobot counts itself is"):
+            DiskLeRobotDataset("some/name", buffer, fps=10)
