@@ -46,6 +46,7 @@ VAGUE = {"found", "one", "known", "given", "held", "told", "left"}  # of what, a
 NO_THING = re.compile(r"(What|Which|Those|One|The same)\b")  # at the begin of a docstring
 # Of named tuples, of Python itself, of displays in notebooks, of Stable-Baselines3.
 OF_OTHERS = {"_asdict", "_fields", "_replace", "_exit", "_is_owned", "_repr_html_", "_repr_png_", "_get_samples"}
+HARMLESS = {("os", "PathLike"), ("pickle", "dumps")}  # names of modules that else may not be imported
 UNPICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 INNER = {  # package -> its modules that tests of single classes import
@@ -147,9 +148,9 @@ def _is_package(name: str, sources: dict[str, str]) -> bool:
 
 
 def top_level_imports(source: str) -> set[str]:
-    """The first part of every import of something that is not the package; `os.PathLike` is no import of os."""
+    """The first part of every import of something that is not the package, but for names that do no harm."""
     found = {(module.split(".")[0], name) for module, name in imports(parse(source))}
-    return {module for module, name in found if (module, name) != ("os", "PathLike")} - {NAME}
+    return {module for module, name in found - HARMLESS} - {NAME}
 
 
 def calls_of(source: str, *names: str) -> list[str]:
@@ -480,6 +481,8 @@ def test_the_check_of_the_system_finds_what_it_must(source: str) -> None:
 
 def test_the_checks_of_single_modules_find_what_they_must() -> None:
     assert top_level_imports("from pickle import loads") & UNPICKLING
+    assert top_level_imports("from pickle import dumps, Unpickler") & top_level_imports("import pickle") & UNPICKLING
+    assert not top_level_imports("from pickle import dumps") & UNPICKLING
     assert unsafe_loads("import numpy as np\nnp.load(f)") == ["np.load"]
     assert unsafe_loads("read(f, allow_pickle=True)") == ["allow_pickle"]
     assert unsafe_loads("json.load(f)") == []

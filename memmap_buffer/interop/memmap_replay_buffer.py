@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from pickle import dumps
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import AnyPath, IfExists, extra, path_of
 from memmap_buffer.interop.episodes import exported_episodes, import_episodes, removed_on_error, require_kinds
-from memmap_buffer.interop.safe_pickle import safe_dumps, safe_loads
+from memmap_buffer.interop.safe_pickle import safe_loads
 from memmap_buffer.interop.target import Target
 
 LENGTHS = "episode_lens"
@@ -97,7 +98,7 @@ def export_memmap_replay_buffer(
         import h5py
     schema, episodes = buffer.schema, exported_episodes(buffer)
     stored = len(episodes)
-    count = max_episodes or max(1, stored)
+    count = int(max_episodes or max(1, stored))
     if count < stored:
         raise SchemaError(f"max_episodes: got {count}, the buffer has {stored} episodes; give more")
     require_kinds(schema.all, "memmap-replay-buffer")
@@ -130,7 +131,7 @@ def export_memmap_replay_buffer(
             for name in schema.meta_fields:
                 file[f"meta_{name}"][i] = episode[name].astype(KINDS[kinds[name]])
             file[f"meta_{LENGTHS}"][i], file["meta__initted"][i] = length, True
-        (folder / "metadata.pkl").write_bytes(safe_dumps(config))
+        (folder / "metadata.pkl").write_bytes(dumps(config, protocol=2))
         file.attrs.update({"num_episodes": stored, "episode_index": stored % count, "timestep_index": 0})
 
 

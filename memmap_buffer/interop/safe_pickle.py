@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickletools
 import re
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,25 +80,6 @@ def _run(data: bytes, step: Any) -> Any:
     if len(stack) != 1 or stack[0] is _MARK:
         raise SchemaError("got no whole pickle: it ends with no single value")
     return stack[0]
-
-
-def safe_dumps(value: Any) -> bytes:
-    """The pickle, of protocol 2, of a value that `safe_loads` can give; whole numbers have at most 32 bits."""
-    return b"\x80\x02" + _commands(value) + b"."
-
-
-def _commands(value: Any) -> bytes:
-    """The opcodes that put a value on the stack."""
-    if isinstance(value, dict):
-        return b"}(" + b"".join(_commands(key) + _commands(item) for key, item in value.items()) + b"u"
-    if isinstance(value, (list, tuple)):
-        items = b"(" + b"".join(map(_commands, value))
-        return items + b"t" if isinstance(value, tuple) else b"]" + items + b"e"
-    if isinstance(value, str):
-        return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
-    if value is None or isinstance(value, bool):
-        return {None: b"N", True: b"\x88", False: b"\x89"}[value]
-    return b"J" + struct.pack("<i", value) if isinstance(value, int) else b"G" + struct.pack(">d", value)
 
 
 def _step(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from profiles import examples
 
 from memmap_buffer import SchemaError
-from memmap_buffer.interop.safe_pickle import array_loads, safe_dumps, safe_loads
+from memmap_buffer.interop.safe_pickle import array_loads, safe_loads
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=300)
 KEYS = st.text(max_size=5) | st.integers()
@@ -79,9 +79,8 @@ def test_a_length_beyond_the_data_takes_no_memory():
     "value",
     [{}, [], (), None, True, -5, 2**31 - 1, 0.1, "ü", {"a": [1, (2.5, "b", None), {}], "c": (False, ("x",), [[]])}],
 )
-def test_what_is_written_is_what_python_and_this_read(value):
-    data = safe_dumps(value)
-    assert repr(safe_loads(data)) == repr(pickle.loads(data)) == repr(value)
+def test_what_an_export_writes_is_read(value):
+    assert repr(safe_loads(pickle.dumps(value, protocol=2))) == repr(value)
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
