@@ -263,9 +263,9 @@ class _Shards(Datasink):  # type: ignore[misc]
         episodes = [episode for block in blocks for episode in _rows(self._schema, block)]
         if not episodes:
             return 0
-        field, folder = next(iter(self._schema.fields)), shard_folder(self._root, ctx.task_idx)
-        lengths = [len(episode[field]) for episode in episodes]
-        target = Target.checked(folder, "overwrite", self._options)
+        steps = ([len(episode[name]) for name in self._schema.fields if name in episode] for episode in episodes)
+        lengths = [min(counts, default=0) for counts in steps]  # without a final entry; some fields may have defaults
+        target = Target.checked(shard_folder(self._root, ctx.task_idx), "overwrite", self._options)
         import_episodes(target, episodes, self._schema, lengths=lengths).close()
         return len(episodes)
 

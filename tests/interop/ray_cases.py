@@ -204,6 +204,12 @@ def test_steps_in_any_order_are_grouped_into_their_episodes(root, tmp_path):
             np.testing.assert_array_equal(episode["observation"], whole["observation"])
 
 
+def test_a_field_that_no_column_gives_has_its_default_also_if_it_is_the_first(root, tmp_path):
+    fields = {"note": Field("int", default=7), "number": "int"}
+    written = write_ray(read_ray(root), tmp_path / "copy", fields, num_shards=1)
+    assert written.num_episodes == 27 and (written.get_all_data(["note"])["note"][0] == 7).any()
+
+
 def test_lists_keep_their_lengths_by_whole_episodes_and_by_steps(tmp_path):
     fields = {"ids": Field("int16", (None,), final=True), "points": ("float32", (None, 2))}
     given = {}
