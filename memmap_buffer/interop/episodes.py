@@ -105,7 +105,7 @@ def _store(buffer: ReplayBuffer, episode: Mapping[str, Any] | Iterator[Mapping[s
 
 def exported_episodes(buffer: ReplayBuffer) -> ExportedEpisodes:
     """The whole episodes that a buffer has now, see `ExportedEpisodes`."""
-    there = buffer.episodes(fields=(), return_indices=True)
+    there = buffer.episodes(fields=(), include_metadata=False, return_indices=True)
     return ExportedEpisodes(buffer, there["_index"], there["_lens"])
 
 
@@ -137,6 +137,8 @@ class ExportedEpisodes:
 
     def __iter__(self) -> Iterator[tuple[range, dict[str, Any]]]:
         schema, start = self.buffer.schema, 0
+        if not len(self):
+            return  # a data set of nothing would be refused
         items = self.buffer.dataset(
             view=Trajectory(final_observation=True),
             filter_fields=with_excluded(self.buffer),

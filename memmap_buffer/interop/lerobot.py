@@ -151,7 +151,8 @@ def export_lerobot(
         ImportError: there are videos, and the extra `video` is not installed.
     """
     root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
-    rate = _require_exportable(buffer, root, rate_of(buffer, imported, fps), vcodec)
+    rate = rate_of(buffer, imported, fps)
+    _require_exportable(buffer, root, vcodec)
     imported_features, tasks = imported.get("features") or {}, Tasks(buffer, imported)
     stored = exported_episodes(buffer)
     statistics = FeatureStatistics(stored.num_steps)
@@ -180,8 +181,8 @@ def export_lerobot(
     _write_json(root / "meta/info.json", info_of(counts, rate, imported, features))
 
 
-def _require_exportable(buffer: ReplayBuffer, root: Path, rate: float, vcodec: str) -> float:
-    """`rate` itself. Raises SchemaError unless the buffer, the folder and the codec are as an export needs them."""
+def _require_exportable(buffer: ReplayBuffer, root: Path, vcodec: str) -> None:
+    """Raise SchemaError unless the buffer, the folder and the codec are as an export needs them."""
     if (root / "meta").exists():
         raise SchemaError(f"{root}: there is a data set already; give a folder of its own")
     if vcodec not in ENCODERS:
@@ -190,7 +191,6 @@ def _require_exportable(buffer: ReplayBuffer, root: Path, rate: float, vcodec: s
     for name, field in buffer.schema.fields.items():
         if len(field.shape) > MAX_AXES:
             raise SchemaError(f"field {name!r}: got {field.shape}, LeRobot has {MAX_AXES} axes at most; export a copy")
-    return rate
 
 
 class _Source:

@@ -16,6 +16,7 @@ import pytest
 from memmap_buffer import Field, ReplayBuffer, SchemaError, StaleEpisodeError
 from memmap_buffer.adapters import exported_episodes
 from memmap_buffer.interop.lerobot_dataset import DiskLeRobotDataset
+from memmap_buffer.interop.memmap_replay_buffer import import_memmap_replay_buffer
 
 FIELDS = {
     "observation": Field("float32", (2,), final=True),
@@ -92,6 +93,14 @@ def test_the_episodes_of_an_export_are_those_of_its_beginning(ring: ReplayBuffer
         store(ring, 9, 7)
     with pytest.raises(StaleEpisodeError, match=r"\[3\] were overwritten"):
         next(reading)
+
+
+def test_a_buffer_without_episodes_is_exported_as_such(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "empty", 4, 9, {"x": "int"}) as buffer:
+        assert [*exported_episodes(buffer)] == []
+        export("memmap_replay_buffer", buffer, tmp_path)
+    with import_memmap_replay_buffer(tmp_path / "data", tmp_path / "copy") as copy:
+        assert (copy.num_episodes, copy.fieldnames) == (0, ("x",))
 
 
 def test_an_episode_that_goes_on_during_an_export_is_as_long_as_at_its_beginning(tmp_path: Path) -> None:
