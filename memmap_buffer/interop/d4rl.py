@@ -131,7 +131,7 @@ def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
     places |= {ours: theirs for theirs, ours in STEPS.items() if ours in places}
     require_places(places, "D4RL")
     episodes, place = exported_episodes(buffer), path_of(path)
-    with h5py.File(place, "x") as file, removed_on_error(place):
+    with removed_on_error(place), h5py.File(place, "x") as file:
         steps = episodes.num_steps
         for name, array in places.items():
             field = buffer.schema.fields[name]

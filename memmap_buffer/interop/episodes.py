@@ -159,11 +159,16 @@ class ExportedEpisodes:
 
 @contextmanager
 def removed_on_error(*places: Path) -> Iterator[None]:
-    """A block that writes an export; after an error nothing of it is left, which would look like all of it."""
+    """A block that writes an export; after an error nothing of it is left, which would look like all of it.
+
+    Args:
+        places: the files and folders that the block makes. What was there before stays.
+    """
+    new = [place for place in places if not place.exists()]
     try:
         yield
     except BaseException:
-        for place in places:
+        for place in new:
             if place.is_dir():
                 rmtree(place, ignore_errors=True)
             else:

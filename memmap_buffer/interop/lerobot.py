@@ -159,26 +159,27 @@ def export_lerobot(
     features: dict[str, Any] = {}
     films: dict[str, _Film] = {}
     written = (root / name for name in ("meta", "data", "videos"))
-    with removed_on_error(*written), ExitStack() as files:
-        data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
-        for row, columns in exported(stored, imported, rate, tasks):
-            if not features:
-                for name in _films_of(columns, videos, imported_features):
-                    films[name] = files.enter_context(closing(_Film(root, name, rate, vcodec, crf)))
-            columns |= {name: frames_of(columns[name], name) for name in films}
-            data.write(pa.table({name: _arrow(column) for name, column in columns.items() if name not in films}))
-            for film in films.values():
-                row |= film.write(columns)
-            episodes.add(row | statistics.add(columns))
-            features = features or {
-                name: feature_of(column, imported_features.get(name), video=name in films)
-                for name, column in columns.items()
-            }
-    features |= {name: {**features[name], "info": film.info()} for name, film in films.items()}
-    pq.write_table(tasks.table(), root / TASKS)
-    counts = {"total_episodes": len(stored), "total_frames": stored.num_steps, "total_tasks": len(tasks.texts)}
-    _write_json(root / "meta/stats.json", statistics.whole())
-    _write_json(root / "meta/info.json", info_of(counts, rate, imported, features))
+    with removed_on_error(*written):
+        with ExitStack() as files:
+            data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
+            for row, columns in exported(stored, imported, rate, tasks):
+                if not features:
+                    for name in _films_of(columns, videos, imported_features):
+                        films[name] = files.enter_context(closing(_Film(root, name, rate, vcodec, crf)))
+                columns |= {name: frames_of(columns[name], name) for name in films}
+                data.write(pa.table({name: _arrow(column) for name, column in columns.items() if name not in films}))
+                for film in films.values():
+                    row |= film.write(columns)
+                episodes.add(row | statistics.add(columns))
+                features = features or {
+                    name: feature_of(column, imported_features.get(name), video=name in films)
+                    for name, column in columns.items()
+                }
+        features |= {name: {**features[name], "info": film.info()} for name, film in films.items()}
+        pq.write_table(tasks.table(), root / TASKS)
+        counts = {"total_episodes": len(stored), "total_frames": stored.num_steps, "total_tasks": len(tasks.texts)}
+        _write_json(root / "meta/stats.json", statistics.whole())
+        _write_json(root / "meta/info.json", info_of(counts, rate, imported, features))
 
 
 def _require_exportable(buffer: ReplayBuffer, root: Path, vcodec: str) -> None:

@@ -115,8 +115,10 @@ def export_memmap_replay_buffer(
     }
     _require_narrow(buffer)
     folder = path_of(path)
-    folder.mkdir(parents=True)
-    with removed_on_error(folder), h5py.File(folder / "data.h5", "x") as file:
+    with ExitStack() as opened:
+        opened.enter_context(removed_on_error(folder))
+        folder.mkdir(parents=True)
+        file = opened.enter_context(h5py.File(folder / "data.h5", "x"))
         for name, field in schema.all.items():
             steps = () if name in schema.meta_fields else (buffer.max_timesteps,)
             place, chunks = f"{'data' if steps else 'meta'}_{name}", (*[1] * (1 + len(steps)), *field.shape)

@@ -169,12 +169,13 @@ def export_minari(
     env_spec = imported.get("env_spec")
     spec = made.spec if made is not None else env_spec and gymnasium.envs.registration.EnvSpec.from_json(env_spec)
     path = _new_path(dataset_id)
-    storage = MinariStorage.new(path, *spaces, env_spec=spec, data_format=data_format, **as_they_are)
     of_environment = ("observation_space", "action_space", "env_spec")
     metadata = {key: value for key, value in imported.items() if key not in of_environment} | metadata
     metadata |= {"dataset_id": dataset_id, "minari_version": minari.__version__}
     sets = {key: set(value) for key, value in metadata.items() if key in ("author", "author_email")}
     with removed_on_error(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        storage = MinariStorage.new(path, *spaces, env_spec=spec, data_format=data_format, **as_they_are)
         storage.update_metadata(metadata | sets)
         for i, (rows, columns) in enumerate(exported_episodes(buffer)):
             storage.update_episodes([_episode_buffer(buffer, columns, len(rows), i, spaces, names, table=table)])
@@ -342,6 +343,4 @@ def _new_path(dataset_id: str) -> Path:
     namespace = parse_dataset_id(dataset_id)[0]
     if namespace is not None and namespace not in list_local_namespaces():
         create_namespace(namespace)
-    path = Path(get_dataset_path(dataset_id)) / "data"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+    return Path(get_dataset_path(dataset_id)) / "data"

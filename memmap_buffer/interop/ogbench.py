@@ -16,7 +16,13 @@ from numpy.lib.npyio import NpzFile
 from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import AnyPath, Array, IfExists, Names, path_of
 from memmap_buffer.interop.columns import dtype_of
-from memmap_buffer.interop.episodes import exported_episodes, import_episodes, read_names, require_kinds
+from memmap_buffer.interop.episodes import (
+    exported_episodes,
+    import_episodes,
+    read_names,
+    removed_on_error,
+    require_kinds,
+)
 from memmap_buffer.interop.target import Target
 
 NAMES = {"observation": "observations", "action": "actions", "reward": "rewards"}
@@ -102,7 +108,8 @@ def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
         terminals[rows.stop + i] = 1
     names = read_names(buffer, NAMES)
     named: dict[str, Any] = {names.key(name): column for name, column in out.items()}
-    with path_of(path).open("wb") as file:  # given a path, numpy would add .npz to it
+    place = path_of(path)
+    with removed_on_error(place), place.open("wb") as file:  # given a path, numpy would add .npz to it
         np.savez_compressed(file, **named, terminals=terminals)
 
 

@@ -129,7 +129,7 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
     require_places(places, "robomimic")
     masks: dict[str, list[str]] = {name: [] for name in buffer.meta_fieldnames if name.startswith(MASK)}
     episodes, place = exported_episodes(buffer), path_of(path)
-    with h5py.File(place, "x") as file, removed_on_error(place):
+    with removed_on_error(place), h5py.File(place, "x") as file:
         data = file.create_group("data")
         data.attrs.update({**attributes, "total": episodes.num_steps})
         for i, (rows, episode) in enumerate(episodes):

@@ -10,6 +10,7 @@ from typing import Any
 
 import gymnasium
 import h5py
+import minari
 import numpy as np
 import pytest
 
@@ -209,3 +210,20 @@ def test_a_data_set_of_lerobots_form_has_no_counter_of_its_own(tmp_path: Path) -
         store(buffer, 1, 3, index=[7, 8, 9])
         with pytest.raises(SchemaError, match="'index' in LeRobot, as what LeRobot counts itself is"):
             DiskLeRobotDataset("some/name", buffer, fps=10)
+
+
+@pytest.mark.parametrize("name", ["d4rl", "robomimic", "ogbench", "memmap_replay_buffer", "lerobot", "parquet"])
+def test_what_was_there_before_an_export_that_fails_is_still_there(ring: ReplayBuffer, place: Path, name: str) -> None:
+    (place / "data/data/chunk-000").mkdir(parents=True)
+    (place / "data/steps.parquet").mkdir()
+    (place / "data/data/mine").write_text("mine")
+    with pytest.raises((OSError, SchemaError)):
+        export(name, ring, place)
+    assert [path for path in place.rglob("*") if path.is_file()] == [place / "data/data/mine"]
+
+
+def test_a_data_set_of_minari_that_is_there_stays(ring: ReplayBuffer, place: Path) -> None:
+    first = export("minari", ring, place)
+    with pytest.raises(ValueError, match="already available"):
+        export("minari", ring, place)
+    assert minari.load_dataset("kinds-v0").total_episodes == first.total_episodes == 4
