@@ -213,7 +213,7 @@ class Index(AnchorRuns):
         """The runs of the folders whose tables are others than before, by the numbers of the folders."""
         single, streams = self.folder is None, self.streams or {}
         return [
-            (None if single else each.number, each.id, runs, streams.get(each.number))
+            (*((None, "") if single else (each.number, each.id)), runs, streams.get(each.number))
             for each, runs in self.by_folder()
             if before.get(each.number) is not each.table
         ]

@@ -12,8 +12,8 @@ from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.items.streams import Streams
 from memmap_buffer.views.anchors import Anchors, Runs
 
-# The number of a folder, None for a single one; the id of its buffer; runs of its anchors, oldest first; its streams,
-# if items run on.
+# The number of a folder and the id of its buffer, None and "" for a single one, whatever index the runs are from; runs
+# of its anchors, oldest first; its streams, if items run on.
 Changed: TypeAlias = tuple[int | None, str, Runs, Streams | None]
 _SERIAL, _STOP, _PLACE = range(3)
 _NO_BLOCK = np.iinfo(np.int64).min

@@ -220,6 +220,22 @@ def test_another_distance_begins_anew_and_of_an_empty_buffer_all_is_new(tmp_path
     assert buffer.sample(2, timestep_level=True, new_every=2)["step"].tolist() == [6, 8]
 
 
+def test_an_end_in_the_middle_of_an_episode_makes_no_earlier_item_new(tmp_path: Path) -> None:
+    """Such an episode has several runs of anchors, which are followed by another index, until it has left."""
+    buffer = make(tmp_path, max_episodes=3)
+    options: dict[str, Any] = {"timestep_level": True, "new_every": 1, "format": "numpy"}
+
+    def given(number: int, *ends: int) -> list[int]:
+        steps = {"observation": np.zeros((5, 2)), "step": number + np.arange(5), "truncated": np.zeros(5)}
+        buffer.store_episode(**steps, terminated=np.isin(np.arange(5), ends))
+        return list(buffer.sample(20, **options)["step"][:5])
+
+    with pytest.raises(NotEnoughDataError, match="nothing to read"):
+        buffer.sample(1, **options)
+    for number, *ends in ((0, 4), (10, 4), (20, 2, 4), (30, 4), (40, 4), (50, 4), (60, 4)):
+        assert given(number, *ends) == [*range(number, number + 5)]
+
+
 def test_whole_episodes_and_crops_are_new_once_an_episode(tmp_path: Path) -> None:
     buffer = make(tmp_path)
     for number in range(7):
