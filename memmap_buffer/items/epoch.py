@@ -274,12 +274,13 @@ class EpochSnapshot:
         tables = [snapshot.of_later(id, table) for snapshot, id, table in zip(snapshots, ids, now, strict=True)]
         index = selection.index(folders, tables)
         gone = [(snapshot, snapshot.gone(table)) for snapshot, table in zip(snapshots, tables, strict=True)]
-        if any(serials.size for _, serials in gone):
-            for snapshot, serials in gone:
-                if serials.size and (on_stale == "raise" or selection.top_k is not None):
-                    _refuse(folders, snapshot.number, serials, "load it with on_stale='redraw', or begin a new epoch")
-                index = _with_gone(index, folders, snapshot, serials)
-        elif index.digest != self.digest:
+        gone = [(snapshot, serials) for snapshot, serials in gone if serials.size]
+        for snapshot, serials in gone:
+            if on_stale == "raise" or selection.top_k is not None:
+                _refuse(folders, snapshot.number, serials, "load it with on_stale='redraw', or begin a new epoch")
+            index = _with_gone(index, folders, snapshot, serials)
+        # Of episodes that are gone no digest can be taken; the others must have as many items as then.
+        if len(index) != self.items if gone else index.digest != self.digest:
             raise SchemaError(
                 f"{folders.storages[0].path}: the epoch had {self.items} items, of other episodes or timesteps than "
                 f"the {len(index)} that these options choose now; give the options of then, or begin a new epoch"

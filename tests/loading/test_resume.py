@@ -374,6 +374,16 @@ def test_several_rings_lose_their_oldest_each(tmp_path):
         assert mine == theirs or theirs[:2] in ((0, 0), (1, 0), (1, 1))
 
 
+def test_other_options_are_told_by_the_folders_that_lost_nothing(tmp_path):
+    buffers = [make(tmp_path / name) for name in "ab"]
+    both = ConcatBuffer(buffers)
+    state, _ = stopped(both.dataloader(4, shuffle=True, seed=1, **STEPS), 5)
+    record(buffers[0], 3)
+    loader = both.dataloader(4, shuffle=True, **STEPS, filter_fields={"t": (0, 5)})
+    with pytest.raises(SchemaError, match="items, of other episodes or timesteps than"):
+        loader.load_state_dict(state, on_stale="redraw")
+
+
 @pytest.mark.parametrize("options", [STEPS, {**STEPS, "weight_by": "score"}], ids=["plain", "by weight"])
 def test_an_epoch_of_which_nothing_is_left_is_redrawn_whole(tmp_path, options):
     buffer = make(tmp_path)
