@@ -173,7 +173,7 @@ def in_the_middle(monkeypatch):
             columns = copy(self, {first: batch[first]} if first is not None else {})
             left.pop()()
             columns |= copy(self, {key: column for key, column in batch.items() if key != first})
-            return {key: columns[key] for key in batch}
+            return {key: columns[key] for key in batch} | columns  # lengths of lists have no column of their own
 
         def field_by_field(batch):
             for key, column in batch.items():

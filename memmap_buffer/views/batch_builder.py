@@ -21,7 +21,7 @@ from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.journal import CHANGES
 from memmap_buffer.format.records import FINAL, FIRST_ROW, FLAGS, INNER_END, OPEN, START, STOP, TERMINATED, Words
-from memmap_buffer.schema import DECLARED, Schema
+from memmap_buffer.schema import DECLARED, LENGTHS, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.folders import INDEX_BYTES, FieldGroup, Folders, Found
 from memmap_buffer.views.gather import MAX_BATCH_BYTES, Column, Columns, Gather, RowGather, refuse_size
@@ -470,13 +470,19 @@ class BatchBuilder:
             columns: the copied batch.
             chosen: (B,) whether an item is kept.
             fitted: sequences are as long as the longest episode of the batch, so they are cut to the longest kept one.
+
+        Lists are cut to the longest kept one in any case.
         """
         out = {key: values[chosen] for key, values in columns.items()}
         less = int(self.length.max() - self.length[chosen].max()) if fitted else 0
         for first, column in self.batch.items() if less else ():
             keys, rows = (column.group.keys, column.rows) if isinstance(column, RowGather) else ((first,), column)
             if isinstance(rows, RowRanges):
+                keys += tuple(LENGTHS + key for key in keys if LENGTHS + key in out)
                 out |= {key: out[key][:, :-less] for key in keys}
+        for key in [key for key in out if LENGTHS + key in out]:  # lists, which are as long as the longest
+            lengths = out[LENGTHS + key]
+            out[key] = out[key][(*map(slice, lengths.shape), slice(lengths.max(initial=0)))]
         return out
 
     def _refuse_fields(self, group: FieldGroup, steps: int) -> None:

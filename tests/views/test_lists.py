@@ -135,6 +135,24 @@ def test_a_batch_is_as_wide_as_its_own_longest_list(tmp_path):
             assert batch["ids"].shape[1] == int(batch["_lens_ids"].max())
 
 
+def test_where_the_longest_episode_left_during_the_copy_lists_and_lengths_are_cut_alike(tmp_path, in_the_middle):
+    with ReplayBuffer(tmp_path, 3, 20, {"ids": Field("int64", (None,)), "n": "int"}, circular=True) as buffer:
+
+        def record(number, steps, members):
+            buffer.store_episode(ids=[[number] * members] * steps, n=[number] * steps)
+
+        for number, steps, members in ((0, 10, 7), (1, 3, 2), (2, 3, 2)):
+            record(number, steps, members)
+        in_the_middle(lambda: [record(number, 4, 3) for number in (3, 4)])
+        batch = buffer.batch([0, 2], format="numpy")
+    (number, kept), lens = batch["n"][:, 0], batch["_lens"]
+    members = {2: 2, 3: 3, 4: 3}[number]
+    assert kept == 2 and lens.tolist() == [{2: 3, 3: 4, 4: 4}[number], 3]
+    assert batch["_lens_ids"].tolist() == [[members] * lens[0], [2] * 3 + [0] * (lens[0] - 3)]
+    assert batch["ids"].shape == (2, lens[0], members)
+    assert (batch["ids"][0] == number).all() and (batch["ids"][1, :3, :2] == 2).all()
+
+
 def test_they_survive_reopening_and_are_checked(tmp_path):
     buffer, truth = record(tmp_path, 3)
     buffer.close()
