@@ -477,16 +477,24 @@ class StepLeaves(Leaves):
         Raises:
             SchemaError: an error is NaN, infinite or too large, or an episode has no such step.
         """
-        scales = {*map(SCALE, mine.values())}
-        if len(scales) > 1:
-            dropped = 0
-            for i, (items,) in by_tree(of, np.arange(len(serials))):
-                part = of[items], serials[items], None if t is None else t[items]  # type: ignore[index]
-                dropped += self.update(*part, td_errors[items], {i: mine[i]} if i in mine else {})
-            return dropped
         steps, dropped = self._steps(of, serials, t, td_errors)
-        if len(steps.leaves):
-            self._set(mine, steps, *scales.pop())
+        if not len(steps.leaves):
+            return dropped
+        scales = {*map(SCALE, mine.values())}
+        alpha, epsilon = max(scales)  # of all folders, or (B,) each
+        limit = MAX_PRIORITY ** (1 / max(1.0, alpha))
+        if len(scales) > 1:
+            of_folders = [SCALE(mine[i]) if i in mine else (alpha, epsilon) for i in range(max(mine) + 1)]
+            alpha, epsilon = np.array(of_folders)[steps.of].T
+        raw: FloatArray = np.abs(steps.values)
+        raw += epsilon
+        highest = float(np.maximum.reduce(raw))
+        if not highest <= limit:  # true for NaN, too
+            numbers = np.arange(td_errors.size).reshape(td_errors.shape)
+            number = self._steps(of, serials, t, numbers)[0].values[~(raw <= limit)][0]
+            text = f"td_errors{[*map(int, np.unravel_index(number, td_errors.shape))]}: got {td_errors.flat[number]}"
+            raise SchemaError(f"{text}, expected a finite number below {limit:.3g}")
+        self._set(mine, steps, raw, raw**alpha, highest)
         return dropped
 
     def _steps(self, of: IntArray | None, serials: IntArray, t: IntArray | None, values: Any) -> tuple[Steps, int]:
@@ -525,15 +533,16 @@ class StepLeaves(Leaves):
         of, slots = of if of is None else of[item], slots[item]
         return Steps(of, slots, t, self.leaves(of, slots, t), values[there]), dropped
 
-    def _set(self, mine: dict[int, Priorities], steps: Steps, alpha: float, epsilon: float) -> None:
-        """Give steps of folders that are held the priorities of their errors."""
-        of, slots, t, leaves, td_errors = steps
-        raw: FloatArray = np.abs(td_errors)
-        raw += epsilon
-        highest, limit = float(np.maximum.reduce(raw)), MAX_PRIORITY ** (1 / max(1.0, alpha))
-        if not highest <= limit:  # true for NaN, too
-            i = np.flatnonzero(~(raw <= limit))[0]
-            raise SchemaError(f"td_errors[{i}]: got {td_errors[i]}, expected a finite number below {limit:.3g}")
+    def _set(
+        self, mine: dict[int, Priorities], steps: Steps, raw: FloatArray, powers: FloatArray, highest: float
+    ) -> None:
+        """Give steps of folders that are held their priorities.
+
+        Args:
+            raw, powers: (K,) |δ| + ε of the steps, and their priorities.
+            highest: of `raw`.
+        """
+        of, slots, t, leaves, _ = steps
         maxima, listening = [0.0] * (max(mine) + 1), False
         for i, priorities in mine.items():
             file = priorities._file
@@ -541,10 +550,9 @@ class StepLeaves(Leaves):
                 file.prepare(leaves if of is None else leaves[of == i])
             maxima[i] = file.maximum
             listening |= priorities.changes.maxlen != 0
-        powers = raw**alpha
         for priorities in mine.values():  # those that do not end are made anew
             priorities._file.begin()
-        self.tree.put(leaves, powers if epsilon > 0 else with_zeros(powers), of)
+        self.tree.put(leaves, powers if np.minimum.reduce(powers) > 0 else with_zeros(powers), of)
         if highest > maxima[-1] or of is not None:
             for i in [0] if of is None else np.unique(of[raw > np.take(maxima, of)]).tolist():
                 mine[i].rise_to(highest if of is None else float(raw[of == i].max()))

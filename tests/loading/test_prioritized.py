@@ -1124,6 +1124,38 @@ def test_an_update_of_several_folders_that_is_wrong_changes_none(tmp_path, toget
     assert both.priorities(steps).tolist() == [1, 1]
 
 
+def test_an_update_that_is_wrong_changes_no_folder_of_another_alpha_either(tmp_path):
+    parts = [make(tmp_path / name, (5,)) for name in "ab"]
+    both, steps = ConcatBuffer(parts), [[0, 0, 1], [1, 0, 1]]
+    both.sample(1, prioritized=Prioritized(alpha=1.0), **STEP)
+    parts[0].sample(1, prioritized=Prioritized(alpha=0.5), **STEP)
+    with pytest.raises(SchemaError, match=r"td_errors\[1\]: got nan"):
+        both.update_priorities(steps, [4.0, math.nan])
+    assert both.priorities(steps).tolist() == [1, 1]
+
+
+def test_a_wrong_error_is_told_by_its_place_whatever_else_is_left_out(tmp_path):
+    buffer = make(tmp_path, (5,))
+    buffer.sample(1, prioritized=True, **STEP)
+    with pytest.raises(SchemaError, match=r"td_errors\[2\]: got nan"):
+        buffer.update_priorities([[7, 0], [0, 1], [0, 2]], [1.0, 1.0, math.nan])
+    errors = np.ones((2, 4))
+    errors[0, 2:] = math.nan  # beyond the episode
+    errors[1, 1] = math.inf
+    with pytest.raises(SchemaError, match=r"td_errors\[1, 1\]: got inf"):
+        buffer.update_priorities([[0, 3], [0, 1]], errors)
+    assert buffer.priorities(np.stack([np.zeros(5, np.int64), np.arange(5)], axis=1)).tolist() == [1] * 5
+
+
+def test_a_priority_that_is_rounded_to_0_is_that_of_a_step_that_is_there(tmp_path):
+    buffer = make(tmp_path, (5,))
+    buffer.sample(1, prioritized=Prioritized(alpha=100.0), **STEP)
+    buffer.update_priorities([[0, 1]], [0.0])
+    batch = buffer.sample(64, prioritized=Prioritized(alpha=1.0), **STEP)  # rescales all of them
+    assert buffer.priorities([[0, 0], [0, 1]]).tolist() == [1, 0]
+    assert 1 not in batch["t"].tolist()
+
+
 def test_an_interrupted_update_of_several_folders_leaves_trees_of_their_leaves(tmp_path, monkeypatch):
     both = ConcatBuffer([make(tmp_path / name, (5, 4)) for name in "abc"])
     both.sample(1, prioritized=Prioritized(alpha=1.0), **STEP)
