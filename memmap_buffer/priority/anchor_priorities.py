@@ -13,10 +13,11 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from memmap_buffer.dtypes import FloatArray, all_of
+from memmap_buffer.dtypes import FloatArray, all_of, any_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.journal import FEW, NO_SLOTS, Change, Journal
+from memmap_buffer.format.records import INNER_END
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.priority.leaves import Leaves, Packed, Row
 from memmap_buffer.priority.options import Prioritized
@@ -471,9 +472,35 @@ class AnchorPriorities:
                 begins = np.cumsum(count[part]) - count[part]
                 leaves = np.repeat(first[part] - begins, count[part]) + np.arange(int(count[part].sum()))
                 values = self.steps.tree.get(leaves)
+                behind = self._behind_ends(slots[part], leaves, begins, count[part])
+                if behind is not None:
+                    values[behind] = 0.0
+                    count[part] -= np.add.reduceat(behind, begins, dtype=np.int64)
                 reduce = np.maximum.reduceat if self._reduce == "max" else np.add.reduceat
                 out[part] = reduce(values, begins)
         return out if self._reduce == "max" else out / count
+
+    def _behind_ends(self, slots: IntArray, leaves: IntArray, begins: IntArray, count: IntArray) -> Any:
+        """(K,) which steps lie behind an end within their item, so that it has them not; None where none does.
+
+        Args:
+            slots, begins, count: (B,) of each item: its slot, and which of the steps are its.
+            leaves: (K,) of the steps.
+        """
+        storage = self.storage
+        ends, table = self._view.ends(storage.layout.schema), storage.table
+        inner = (table.flags.take(slots) & INNER_END != 0) | (not ends.marked)
+        if self._view.per_episode or not (ends.names and ends.after) or not any_of(inner):
+            return None
+        chosen, is_end = np.flatnonzero(np.repeat(inner, count)), np.zeros(len(leaves), np.int64)
+        slot = np.repeat(slots, count)[chosen]
+        t = leaves[chosen] - storage.first_row(slot, False)
+        for name in ends.names:
+            rows = storage.first_row(slot, storage.layout.schema.fields[name].final) + t
+            values = storage.read_rows(name, rows, slot, table.serial.take(slot))
+            is_end[chosen] |= values.reshape(len(rows), -1).any(axis=1)
+        before = np.cumsum(is_end) - is_end
+        return before > np.repeat(before[begins], count)
 
     def _by_weight_field(self, slots: IntArray) -> FloatArray:
         name = self._how.weight_field or ""

@@ -1147,6 +1147,31 @@ def test_a_wrong_error_is_told_by_its_place_whatever_else_is_left_out(tmp_path):
     assert buffer.priorities(np.stack([np.zeros(5, np.int64), np.arange(5)], axis=1)).tolist() == [1] * 5
 
 
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("ends", ["terminated", "o"])
+def test_of_a_window_that_ends_in_the_middle_of_its_episode_no_later_step_counts(tmp_path, reduce, ends):
+    """Ends by the field that was declared, which records tell, and by another, which only the rows do."""
+    rng, view = np.random.default_rng(0), Window(4) if ends == "terminated" else Window(4, terminated=ends)
+    fields = {"terminated": "bool", "o": "bool"}
+    how = Prioritized(alpha=1.0, epsilon=0, beta=1.0, normalize=None, reduce=reduce)
+    with ReplayBuffer(tmp_path, 3, 12, fields) as buffer:
+        for inner in ([4, 5], [], [0]):
+            buffer.store_episode(**{name: np.isin(np.arange(12), inner) & (name == ends) for name in fields})
+        buffer.sample(1, view=view, prioritized=how)
+        steps = [(serial, t) for serial in range(3) for t in range(12)]
+        errors = dict(zip(steps, rng.integers(1, 9, len(steps)).tolist(), strict=True))
+        buffer.update_priorities(np.array(steps), list(errors.values()))
+        batch = buffer.sample(512, view=view, prioritized=how, format="numpy")
+        masses, stops = {}, {0: [5, 6, 12], 1: [12], 2: [1, 12]}
+        for serial, t in steps:
+            stop = next(end for end in stops[serial] if end > t)
+            of_window = [errors[serial, k] for k in range(t, min(t + 4, stop))]
+            masses[serial, t] = max(of_window) if reduce == "max" else sum(of_window) / len(of_window)
+    expected = [masses[step] / sum(masses.values()) for step in map(tuple, batch["_indices"].tolist())]
+    np.testing.assert_allclose(batch["_probabilities"], expected)
+    assert len({*map(tuple, batch["_indices"].tolist())}) > 30
+
+
 def test_a_priority_that_is_rounded_to_0_is_that_of_a_step_that_is_there(tmp_path):
     buffer = make(tmp_path, (5,))
     buffer.sample(1, prioritized=Prioritized(alpha=100.0), **STEP)
