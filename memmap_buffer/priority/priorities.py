@@ -139,8 +139,8 @@ class Priorities:
             _open[key] = priorities
         elif priorities.storage.schema_replaced and not storage.schema_replaced:
             priorities._file.storage = storage
-        priorities._users += 1
         priorities.use(alpha=alpha, epsilon=epsilon)
+        priorities._users += 1
         return priorities
 
     def use(self, *, alpha: float | None, epsilon: float | None) -> None:

@@ -511,6 +511,17 @@ def test_within_a_process_all_share_a_tree_and_the_last_lets_go(tmp_path):
     assert in_child(lambda _: opened(tmp_path)).status == 0
 
 
+def test_who_was_refused_by_its_alpha_does_not_keep_the_files_open(tmp_path):
+    make(tmp_path, 3)
+    priorities = opened(tmp_path)
+    update(priorities, [(0, 0)], [1e9])
+    with pytest.raises(SchemaError, match=r"alpha: got 100.0, and the highest"):
+        opened(tmp_path, alpha=100.0)
+    priorities.close()
+    with pytest.raises(EpisodeStateError, match="the buffer was closed"):
+        update(priorities, [(0, 0)], [1.0])
+
+
 def test_one_process_owns_a_tree_while_another_records(tmp_path):
     buffer = make(tmp_path, 2)  # this one records
 
