@@ -348,11 +348,14 @@ class Selection:
 
 
 def _highest(numbered: Sequence[NumberedFolder], slots: Sequence[IntArray], name: str, k: int) -> list[IntArray]:
-    """The slots of the k episodes, among those of all folders, with the highest values; of equal values the newer."""
+    """The slots of the k episodes, among those of all folders, with the highest values; of equal values the newer.
+
+    NaN is the lowest.
+    """
     columns = [episode_column(*folder[1:], name, chosen) for folder, chosen in zip(numbered, slots, strict=True)]
     values = np.concatenate([column.reshape(-1) for column in columns])
     best = np.zeros(len(values), np.bool_)
-    best[np.argsort(values, kind="stable")[::-1][:k]] = True
+    best[np.lexsort((values, ~np.isnan(values)))[::-1][:k]] = True
     masks = np.split(best, np.cumsum([len(chosen) for chosen in slots])[:-1])
     return [chosen[mask] for chosen, mask in zip(slots, masks, strict=True)]
 

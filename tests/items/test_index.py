@@ -273,6 +273,11 @@ class TestTopK:
         assert [episodes(buffer, top_k=("score", k)) for k in (1, 2, 3, 4)] == [[5], [4, 5], [0, 4, 5], [0, 3, 4, 5]]
         assert episodes(buffer, top_k=("score", 99)) == [0, 1, 2, 3, 4, 5]
 
+    def test_a_value_that_is_no_number_is_lower_than_all(self, buffer):
+        steps = {"x": [1], "y": [1], "z": [1], "text": ["t"], "flag": [0], "vector": [[0, 0]], "group": {"small": [1]}}
+        buffer.store_episode(**steps, score=np.nan)
+        assert [episodes(buffer, top_k=("score", k)) for k in (1, 6, 7)] == [[5], [0, 1, 2, 3, 4, 5], [*range(7)]]
+
     def test_they_are_chosen_among_those_that_pass_the_filters(self, buffer):
         assert episodes(buffer, top_k=("score", 1), filter_meta={"good": False}) == [0]
         assert episodes(buffer, top_k=("episode_lens", 2), filter_meta={"task": {0, 1}}) == [3, 4]
