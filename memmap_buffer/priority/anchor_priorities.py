@@ -16,7 +16,7 @@ import numpy as np
 from memmap_buffer.dtypes import FloatArray, all_of, any_of
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.journal import FEW, NO_SLOTS, Change, Journal
+from memmap_buffer.format.journal import NO_SLOTS, Change, Journal
 from memmap_buffer.format.records import INNER_END
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.priority.leaves import Leaves, Packed, Row
@@ -365,14 +365,6 @@ class AnchorPriorities:
 
         These lie at their anchors; of several with the same anchor, as a run has them at its end, one behind another.
         """
-        if len(runs.slot) <= FEW and runs.last is None and self.times is None:
-            rows = list(zip(runs.slot.tolist(), runs.first.tolist(), runs.count.tolist(), strict=True))
-            if sum(count for *_, count in rows) <= FEW:  # by plain numbers, in a fifth of the time
-                each = [(slot, first + i * self._view.stride) for slot, first, count in rows for i in range(count)]
-                if each:
-                    columns = np.array(each).T
-                    yield columns[0], columns[1]
-                return
         for place, number in in_blocks(runs.count, BLOCK):
             slot = runs.slot[place]
             t = runs.first[place] + number * self._view.stride

@@ -627,7 +627,7 @@ def test_ranks_give_the_probabilities_of_the_paper(tmp_path, options):
 @pytest.mark.parametrize("options", [STEP, {"n_steps": 2}, {"view": Window(2)}, {}])
 def test_ranks_of_their_own_are_by_age_whatever_slots_the_episodes_are_in(tmp_path, monkeypatch, options):
     """The same of a ring that went round, of a copy that is packed, and of a learner that opens it anew."""
-    set_inside(monkeypatch, anchor_block=7, few_anchors=0)
+    set_inside(monkeypatch, anchor_block=7)
     how = Prioritized(alpha=0.8, variant="rank", sort_interval=1, ties="own", epsilon=0)
     buffer = make(tmp_path / "ring", (5, 9, 4, 6, 3), max_episodes=3)
     anchors = anchors_of(buffer, options)

@@ -131,7 +131,6 @@ PLACES = {
     "gap_bytes": "loading.read_ahead:GAP_BYTES",
     "row_gap": "loading.read_ahead:ROW_GAP",
     "anchor_block": "priority.anchor_priorities:BLOCK",
-    "few_anchors": "priority.anchor_priorities:FEW",
     "columns_chunk_bytes": "episode_columns:CHUNK_BYTES",
     "group_steps": "interop.parquet:GROUP_STEPS",
     "lerobot_group": "interop.lerobot:GROUP",
