@@ -137,7 +137,7 @@ class ConcatBuffer(Readable):
             buffer = cls(shards.by_name(), weights, fields=fields)
         else:
             buffer = cls.__new__(cls)
-            Readable.__init__(buffer, Folders.of_root(shards, fields))
+            Readable.__init__(buffer, Folders((), shards, fields))
         columns = [*buffer.schema.meta_fields, "episode_lens"]
         for name in names:
             if name not in columns:
@@ -156,7 +156,7 @@ class ConcatBuffer(Readable):
         shards = Shards(root, on_damaged)
         if weights is None and is_read_by_number(root):
             buffer = cls.__new__(cls)
-            Readable.__init__(buffer, Folders.of_root(shards, fields))
+            Readable.__init__(buffer, Folders((), shards, fields))
             return buffer
         all_folders = folders = folders_in(root)
         if on_damaged == "skip":

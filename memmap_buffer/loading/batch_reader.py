@@ -337,7 +337,9 @@ class BatchReader:
         if self.output.indices:
             columns = [anchors.serial] if self.output.indices == "_index" else [anchors.serial, anchors.t]
             columns = columns if anchors.folder is None else [anchors.folder, *columns]
-            named_columns[self.output.indices] = columns[0].copy() if len(columns) == 1 else _side_by_side(columns)
+            # Side by side, as rows of C order: in a third of the time of `np.stack`.
+            side_by_side = columns[0].copy() if len(columns) == 1 else np.array(columns, order="F").T
+            named_columns[self.output.indices] = side_by_side
         if anchors.weight is not None and anchors.probability is not None:
             named_columns |= {"_weights": anchors.weight.copy(), "_probabilities": anchors.probability.copy()}
         elif self.output.weights:
@@ -348,11 +350,3 @@ class BatchReader:
         """The columns with their text checked, and with the last axis that `expand_scalars` adds."""
         self._require_text(columns)
         return {**columns, **{key: columns[key][..., None] for key in columns.keys() & self.output.widened}}
-
-
-def _side_by_side(columns: list[IntArray]) -> IntArray:
-    """K columns (B,) as one array (B, K), in a third of the time that `np.stack` takes."""
-    out = np.empty((len(columns[0]), len(columns)), np.int64)
-    for i, column in enumerate(columns):
-        out[:, i] = column
-    return out

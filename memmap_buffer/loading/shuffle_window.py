@@ -40,11 +40,8 @@ def sources_of(folders: Folders) -> list[Source]:
 
 def traffic_of(folders: Folders) -> Traffic | None:
     """The traffic from now on into the caches that have a bound; None where none has."""
-    for storage in folders.storages:
-        if storage.mirror is not None and storage.mirror.limit is not None:
-            bounded = [each for each in folders.storages if each.mirror is not None and each.mirror.limit is not None]
-            return storage.mirror.traffic(bounded)
-    return None
+    bounded = [each for each in folders.storages if each.mirror is not None and each.mirror.limit is not None]
+    return bounded[0].mirror.traffic(bounded) if bounded else None  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,7 @@ class Folders:
     Raises:
         SchemaMismatchError: the fields differ; the text lists how.
         SchemaError: a buffer and a copy of it are among the folders, or a field is unknown.
+        NotABufferError: the root has no shard yet.
     """
 
     def __init__(self, storages: Sequence[Storage], shards: Any = None, fields: Sequence[str] | None = None) -> None:
@@ -258,20 +259,13 @@ class Folders:
         """In a forked child: make a new lock. Another thread of the parent may have held it, during a slow request."""
         self._lock = threading.Lock()
 
-    @classmethod
-    def of_root(cls, shards: Any, fields: Sequence[str] | None = None) -> Folders:
-        """The shards of a root, and those that appear there later. Raises NotABufferError: there is none yet."""
-        return cls((), shards, fields)
-
     def __str__(self) -> str:
         """The paths of the folders, at most two of them."""
         paths = [repr(str(storage.path)) for storage in self.storages if not storage.withdrawn]
         return ", ".join(paths[:2]) + (f" and {len(paths) - 2} more" if len(paths) > 2 else "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.shards is None:
-            return Folders, (self.storages, None, self._fields)
-        return Folders.of_root, (self.shards, self._fields)
+        return Folders, (self.storages if self.shards is None else (), self.shards, self._fields)
 
     def _take_in(self, storages: Mapping[int, Storage]) -> None:
         """Read these folders (number -> storage) from now on, instead of those before."""
