@@ -33,7 +33,6 @@ NONE: IntArray = np.empty((0, 2), np.int64)
 MANY_RANGES = 1000  # the most ranges of serials that a state lists; more are packed as text
 MANY_FOLDERS = 16  # the most plain folders that a state lists; more are packed as text
 ID_BYTES = 8  # of the id of each packed folder: enough to tell two apart
-OTHER = 255  # in a packed byte: the number is at least this, and stands behind
 
 
 class Handing:
@@ -418,10 +417,9 @@ def _state_of(episodes: IntArray) -> list[list[int]] | str:
     if len(episodes) <= MANY_RANGES:
         listed: list[list[int]] = episodes.tolist()
         return listed
-    apart = np.diff(episodes.ravel(), prepend=0)
-    small = np.minimum(apart, OTHER)
-    large = apart[small == OTHER]  # behind all others, in 8 bytes each, so that those take one byte
-    return _packed(len(episodes), small.astype(np.uint8).tobytes() + large.astype("<i8").tobytes())
+    apart = np.diff(episodes.ravel(), prepend=0).astype("<i8")
+    # The lowest bytes of all numbers, then the next ones: those are zeros, and compress to nothing.
+    return _packed(len(episodes), apart.view(np.uint8).reshape(-1, 8).T.tobytes())
 
 
 def _packed(count: int, data: bytes) -> str:
@@ -447,13 +445,11 @@ def _ranges(state: Any) -> IntArray:
     if not isinstance(state, str):
         pairs = np.array([(int(first), int(last)) for first, last in state], np.int64).reshape(-1, 2)
     else:
-        count, data = _unpacked(state, 18)
-        small = np.frombuffer(data[: 2 * count], np.uint8).astype(np.int64)
-        large = np.frombuffer(data[2 * count :], "<i8")
-        if len(small) != 2 * count or np.count_nonzero(small == OTHER) != len(large):
+        count, data = _unpacked(state, 16)
+        if len(data) != 16 * count:
             raise ValueError(f"episodes: got {state[:40]!r}…, which is cut short")
-        small[small == OTHER] = large
-        pairs = np.cumsum(small).reshape(-1, 2)
+        apart = np.frombuffer(data, np.uint8).reshape(8, -1).T.copy().view("<i8")
+        pairs = np.cumsum(apart, dtype=np.int64).reshape(-1, 2)
     if len(pairs) and not (pairs[0, 0] >= 0 and (pairs[:, 0] <= pairs[:, 1]).all() and _apart(pairs)):
         raise ValueError(f"episodes: got {str(state)[:40]}…, expected ascending ranges of serials")
     return pairs
