@@ -19,7 +19,7 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.journal import NO_SLOTS, Change, Journal
 from memmap_buffer.format.records import INNER_END
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority.leaves import Leaves, Packed, Row
+from memmap_buffer.priority.leaves import NO_EPISODES, Leaves, Packed, Row
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities, in_turn, while_locked
 from memmap_buffer.priority.sum_tree import MAX_PRIORITY, SumTree, with_zeros
@@ -287,7 +287,8 @@ class AnchorPriorities:
         layout = self.storage.layout
         packed = None if layout.rows is None else Packed(self.storage, self._before)
         pairs, per_slot = self._anchors.pairs.reshape(-1), layout.max_timesteps + self._before
-        return Row(self._own, per_slot, self._before, pairs, packed=packed, times=self.times)
+        serials, order = NO_EPISODES
+        return Row(self._own, per_slot, self._before, pairs, serials, order, packed, self.times)
 
     @property
     def settled(self) -> bool:
@@ -420,7 +421,7 @@ class AnchorPriorities:
             slots = np.repeat(slots, reach + 1 + after)
             inside = t >= -self._before
             if self.times is not None and self.steps is not None:
-                inside &= t < self.steps.steps_of(slots)[1]
+                inside &= t < self.steps.file.steps_of(slots)[1]
             slots, t = slots[inside], t[inside]
         leaves = self._leaves(slots, t)
         values = self.tree.get(leaves)
@@ -447,9 +448,9 @@ class AnchorPriorities:
             t = self.times[self._leaves(slots, t)].astype(np.int64)
         start = np.maximum(t, 0)
         if self._reduce == "first":
-            values = self.steps.tree.get(self.steps.leaves(slots, start))
+            values = self.steps.tree.get(self.steps.file.leaves_of(slots, start))
         else:
-            length = self.steps.steps_of(slots)[1]
+            length = self.steps.file.steps_of(slots)[1]
             stop = length if self._view.per_episode else np.minimum(t + self._length, length)
             values = self._reduced(slots, start, np.maximum(stop, start + 1))
         return np.where(self.steps.serials_of(slots) == self._anchors.serials_of(slots), values, 0.0)
@@ -457,7 +458,7 @@ class AnchorPriorities:
     def _reduced(self, slots: IntArray, start: IntArray, stop: IntArray) -> FloatArray:
         """The maximum or mean over steps start … stop - 1."""
         assert self.steps is not None
-        out, first, count = np.empty(len(slots)), self.steps.leaves(slots, start), stop - start
+        out, first, count = np.empty(len(slots)), self.steps.file.leaves_of(slots, start), stop - start
         cuts = np.flatnonzero(np.diff(np.cumsum(count) // BLOCK, prepend=0))
         for part in np.split(np.arange(len(slots)), cuts):
             if len(part):

@@ -7,11 +7,13 @@ each item is one number then.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import FloatArray, all_of
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.storage import Storage
@@ -19,7 +21,7 @@ from memmap_buffer.format.syscalls import address_of, memory
 from memmap_buffer.priority.sum_tree import WIDTH, SumTree, by_tree, joined
 from memmap_buffer.priority.tree_file import LOW
 
-_STAMP = attrgetter("stamp")
+_STAMP, _PLACE = attrgetter("stamp"), attrgetter("place")
 # (B,) of each episode its slot, which steps have a leaf, start … stop - 1, and whether it is there.
 Looked: TypeAlias = tuple[IntArray, IntArray, IntArray, Any]
 Drawn: TypeAlias = tuple[IntArray, IntArray, IntArray, FloatArray]  # (B,) slots, serials, t, priorities
@@ -75,7 +77,8 @@ class Packed:
 NO_EPISODES: IntArray = np.array([[-2], [0]])  # serials, and their slots: one that no episode has
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Row:
     """The leaves of a folder.
 
     Attributes:
@@ -91,12 +94,12 @@ class Row(NamedTuple):
     per_slot: int
     before: int
     pairs: IntArray
-    serials: IntArray = NO_EPISODES[0]
-    order: IntArray = NO_EPISODES[1]
+    serials: IntArray
+    order: IntArray
     packed: Packed | None = None
     times: Any = None
 
-    @property
+    @cached_property
     def place(self) -> Place:
         """The addresses of its arrays, which hold as long as these."""
         pairs, serials, order = (address_of(array) >> 3 for array in (self.pairs, self.serials, self.order))
@@ -104,8 +107,7 @@ class Row(NamedTuple):
         return Place(self.per_slot, self.before, slots, pairs, serials, order, self.serials.item(0), count)
 
 
-NOWHERE = Row(SumTree.empty(WIDTH), 1, 0, np.zeros(2, np.int64))  # of a folder that is not there
-_NO_PLACE = NOWHERE.place
+NOWHERE = Row(SumTree.empty(WIDTH), 1, 0, np.zeros(2, np.int64), *NO_EPISODES)  # of a folder that is not there
 
 
 class Leaves:
@@ -121,7 +123,6 @@ class Leaves:
         self._each: Sequence[Any] = ()
         self._stamps: list[int | None] = []
         self._rows: list[Row] = []
-        self._each_place: list[Place] = []  # of the rows: to make one takes 2 us, and there are as many as folders
         self._places: IntArray = np.zeros((8, 0), np.int64)
         self._only: Place | None = None
         self._packed: dict[int, Packed] = {}
@@ -147,15 +148,14 @@ class Leaves:
         self._each = ()  # until all is done
         if len(before) != len(each):
             before, seen = [None] * len(each), [None] * len(each)
-            self._rows, self._each_place = [NOWHERE] * len(each), [_NO_PLACE] * len(each)
+            self._rows = [NOWHERE] * len(each)
         for i, folder in enumerate(each):
             if folder is not before[i]:
-                self._rows[i], self._each_place[i], seen[i] = NOWHERE, _NO_PLACE, None
+                self._rows[i], seen[i] = NOWHERE, None
         for i, stamp in zip(looked, stamps, strict=True):
             if stamp != seen[i]:
-                row = each[i].row()
-                self._rows[i], self._each_place[i], seen[i] = row, row.place, stamp
-        trees, places = tuple(row.tree for row in self._rows), self._each_place
+                self._rows[i], seen[i] = each[i].row(), stamp
+        trees, places = tuple(row.tree for row in self._rows), [*map(_PLACE, self._rows)]
         looked_at = trees, [tree.minima for tree in trees]
         if self._single:
             self.tree = trees[0]

@@ -58,8 +58,8 @@ class Prioritized:
         ties: whether equal priorities have a "shared" rank, the best of theirs, or each its "own" from the next sorting
             on, the oldest item the best.
         name: of the tree, `priority/<name>.npy`; draws of the same name share the priorities.
-        reduce: an item of several steps has the priority of its "first", or the "max" or "mean" over all; by default
-            windows have the first, episodes the mean.
+        reduce: a window or a whole episode has the priority of its "first" step, or the "max" or "mean" over all of its
+            steps; by default windows have the first, episodes the mean. Other items have that of their timestep.
         weight_field: draw by this meta field instead: p = value^α, for which nothing is stored.
         error_clip: (low, high) to which errors δ are clipped before |δ| is taken, by every `update_priorities` of the
             name from the first draw on. It is not on the disk: a process has that of its last draw.

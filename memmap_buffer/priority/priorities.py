@@ -36,7 +36,7 @@ _open: weakref.WeakValueDictionary[tuple[tuple[int, int], str, int], Priorities]
 _opening = Turn()  # of all of them: two threads that draw for the first time share a tree
 _numbers = count()
 _NUMBER, _LOCK, _RELEASE = attrgetter("number"), attrgetter("lock"), methodcaller("release")
-SCALE = attrgetter("_file.alpha", "_file.epsilon")  # (α, ε) of priorities, without a call
+SCALE = attrgetter("file.alpha", "file.epsilon")  # (α, ε) of priorities, without a call
 
 T = TypeVar("T")
 
@@ -58,6 +58,7 @@ class Priorities:
     """The priorities of every step of one folder, under one name; made by `open`.
 
     Attributes:
+        file: where they are kept.
         changes: (slots, t, or None for all their steps) of the last of `num_changes`, after `keep_changes`.
         number: of this object in the process; whoever takes several of the locks does so in this order.
         stamp: another one whenever the arrays may be others, or their length.
@@ -67,7 +68,7 @@ class Priorities:
     """
 
     def __init__(self, file: TreeFile) -> None:
-        self._file = file
+        self.file = file
         self.lock = threading.RLock()
         self.changes: deque[tuple[IntArray, IntArray | None]] = deque(maxlen=0)
         self.num_changes = self.stamp = 0
@@ -116,7 +117,7 @@ class Priorities:
             if highest is not None:
                 with priorities.lock:
                     priorities._highest.add(highest)
-                    highest.rise_to(priorities._file.maximum)
+                    highest.rise_to(priorities.file.maximum)
             return priorities
 
     @classmethod
@@ -126,7 +127,7 @@ class Priorities:
         key = storage.folder.lock_key(), name, process_id()
         priorities = _open.get(key)
         if priorities is not None and not priorities.storage.is_of(storage.folder):  # the buffer was overwritten
-            priorities._file.close()
+            priorities.file.close()
             priorities = None
         if priorities is None or not priorities._users:
             stored = file.stored()
@@ -138,7 +139,7 @@ class Priorities:
             priorities._begin()
             _open[key] = priorities
         elif priorities.storage.schema_replaced and not storage.schema_replaced:
-            priorities._file.storage = storage
+            priorities.file.storage = storage
         priorities.use(alpha=alpha, epsilon=epsilon)
         priorities._users += 1
         return priorities
@@ -152,7 +153,7 @@ class Priorities:
             OSError: the disk is full.
             SchemaError: α is too large for the highest priority so far.
         """
-        file = self._file
+        file = self.file
         if alpha in (None, file.alpha) and epsilon in (None, file.epsilon):
             return
         with self.lock:
@@ -167,11 +168,11 @@ class Priorities:
                 self._all_changed()
 
     def _begin(self) -> None:
-        self._file.own()
+        self.file.own()
         try:
             self._load()
         except BaseException:
-            self._file.close()
+            self.file.close()
             raise
 
     def close(self) -> None:
@@ -179,31 +180,23 @@ class Priorities:
         with _opening.lock, self.lock:
             self._users = max(0, self._users - 1)
             if not self._users:
-                self._file.close()
+                self.file.close()
 
     @property
     def storage(self) -> Storage:
         """The folder; opened again where its columns were changed."""
-        return self._file.storage
+        return self.file.storage
 
     @property
     def tree(self) -> SumTree:
         """The sums over `leaves`; to be read after `follow`."""
-        return self._file.tree
+        return self.file.tree
 
     def serials_of(self, slots: IntArray) -> IntArray:
         """(B,) of the episodes in slots (B,), -1 for none."""
-        serials: IntArray = self._file.pair_words.take(2 * slots)
+        serials: IntArray = self.file.pair_words.take(2 * slots)
         serials -= 1
         return serials
-
-    def steps_of(self, slots: IntArray) -> tuple[IntArray, IntArray]:
-        """(start, stop) (B,): the steps start … stop - 1 of slots (B,) have a leaf."""
-        return self._file.steps_of(slots)
-
-    def leaves(self, slots: IntArray, t: IntArray) -> IntArray:
-        """The leaves of steps (B,)."""
-        return self._file.leaves_of(slots, t)
 
     def mend(self) -> None:
         """Make the tree anew of its leaves, as a draw has met sums that are damaged."""
@@ -216,7 +209,7 @@ class Priorities:
     @property
     def settled(self) -> bool:
         """Whether `follow` has nothing to do unless the folder changes."""
-        return self._file.whole and self.at is not None
+        return self.file.whole and self.at is not None
 
     def follow(self) -> None:
         """Take in the episodes that were published or retired since; without any, one look at the change counter.
@@ -225,17 +218,17 @@ class Priorities:
             WriterLostError: in a forked child.
             OSError: the disk is full.
         """
-        storage = self._file.storage
+        storage = self.file.storage
         journal, at = storage.journal, self.at
-        if at is not None and at[0] is journal and self._file.whole and journal.is_current(storage, at[1]):
+        if at is not None and at[0] is journal and self.file.whole and journal.is_current(storage, at[1]):
             return
         with self.lock:
-            if not self._file.whole:
+            if not self.file.whole:
                 self._load()
             at, self.at = self.at, None
             with journal.lock:
                 change = journal.follow(storage, at[1] if at is not None and at[0] is journal else 0)
-                slots = np.arange(len(self._file.pairs)) if change.slots is None else change.slots
+                slots = np.arange(len(self.file.pairs)) if change.slots is None else change.slots
                 pairs = journal.pairs(slots)
                 self._list(journal)
                 followed, self.num_steps = (journal, change.mark, journal.version), journal.num_steps
@@ -262,38 +255,38 @@ class Priorities:
             self.follow()
             if not self.tree.minima:
                 self.stamp += 1
-                self._file.keep_minima()
+                self.file.keep_minima()
 
     def checkpoint(self) -> None:
         """Wait until the priorities are on the disk. Raises OSError."""
         with self.lock:
             self.follow()
-            self._file.checkpoint()
+            self.file.checkpoint()
 
     def rise_to(self, highest: float) -> None:
         """The highest |δ| + ε so far is at least this from now on, here and in the other folders."""
-        self._file.raise_maximum(highest)
+        self.file.raise_maximum(highest)
         for each in self._highest:
             each.rise_to(highest)
 
     def _priority_of_new(self) -> float:
         """The priority of steps that enter now."""
         for each in self._highest:
-            self._file.raise_maximum(each.value)
-        return self._file.default
+            self.file.raise_maximum(each.value)
+        return self.file.default
 
     def row(self) -> Row:
         """Where the leaves lie, and the serials of the episodes that have some."""
         storage = self.storage
         packed = None if storage.layout.rows is None else Packed(storage, 0)
         serials, order = self._order
-        return Row(self.tree, storage.layout.max_timesteps, 0, self._file.pair_words, serials, order, packed)
+        return Row(self.tree, storage.layout.max_timesteps, 0, self.file.pair_words, serials, order, packed)
 
     def _enter(self, slots: IntArray, shown: list[tuple[int, int]] | IntArray) -> None:
         """Give leaves to the steps that slots show, and to no others of theirs; shown: `Journal.pairs`."""
         if not len(slots) or (isinstance(shown, list) and self._enter_few(slots, shown)):
             return
-        file, pairs = self._file, np.asarray(shown)
+        file, pairs = self.file, np.asarray(shown)
         old = file.pair_words.reshape(-1, 2)[slots]
         differ = (old != pairs).any(axis=1)
         if not differ.any():
@@ -318,7 +311,7 @@ class Priorities:
 
     def _enter_few(self, slots: IntArray, pairs: list[tuple[int, int]]) -> bool:
         """`_enter` of slots that show a few steps more or fewer of the episodes that they had; False for others."""
-        file = self._file
+        file = self.file
         words = file.pair_words
         gone: list[tuple[int, int]] = []
         come: list[tuple[int, int]] = []
@@ -332,7 +325,7 @@ class Priorities:
         if not gone and not come:
             return True
         at, t = np.array(gone + come).T
-        leaves = self.leaves(at, t)
+        leaves = file.leaves_of(at, t)
         file.prepare(leaves)
         file.begin()
         self.tree.put(leaves, np.repeat([0.0, self._priority_of_new()], [len(gone), len(come)]))
@@ -344,14 +337,14 @@ class Priorities:
         return True
 
     def _replace(self, gone: Any, come: Any, slots: IntArray, pairs: IntArray) -> None:
-        file = self._file
+        file = self.file
         for steps in (gone, come):  # a full disk is met before anything has changed
             for block in file.blocks(*steps):
-                file.prepare(self.leaves(*block))
+                file.prepare(file.leaves_of(*block))
         file.begin()
         for steps, priority in ((gone, 0.0), (come, self._priority_of_new())):
             for block in file.blocks(*steps):
-                leaves = self.leaves(*block)
+                leaves = file.leaves_of(*block)
                 self.tree.put(leaves, np.full(len(leaves), priority))
         file.pairs[slots] = pairs
         file.put_pairs(slots)
@@ -359,13 +352,13 @@ class Priorities:
 
     def _load(self, distrust: str = "") -> None:
         self.stamp += 1
-        self._file.load(distrust)
+        self.file.load(distrust)
         self._all_changed()
 
     def _all_changed(self) -> None:
         """The tree was made anew."""
         self.at = None
-        self.tell(np.arange(len(self._file.pairs)), None)
+        self.tell(np.arange(len(self.file.pairs)), None)
 
     def tell(self, slots: IntArray, t: IntArray | None) -> None:
         """Keep for others that steps have other priorities."""
@@ -545,13 +538,13 @@ class StepLeaves(Leaves):
         of, slots, t, leaves, _ = steps
         maxima, listening = [0.0] * (max(mine) + 1), False
         for i, priorities in mine.items():
-            file = priorities._file
+            file = priorities.file
             if not file.ready:
                 file.prepare(leaves if of is None else leaves[of == i])
             maxima[i] = file.maximum
             listening |= priorities.changes.maxlen != 0
         for priorities in mine.values():  # those that do not end are made anew
-            priorities._file.begin()
+            priorities.file.begin()
         self.tree.put(leaves, powers if np.minimum.reduce(powers) > 0 else with_zeros(powers), of)
         if highest > maxima[-1] or of is not None:
             for i in [0] if of is None else np.unique(of[raw > np.take(maxima, of)]).tolist():
@@ -560,7 +553,7 @@ class StepLeaves(Leaves):
             for i, changed in by_tree(of, slots, t):
                 mine[i].tell(*changed)
         for priorities in mine.values():
-            priorities._file.end()
+            priorities.file.end()
 
 
 def _each_step(lengths: IntArray, t: IntArray | None, errors: FloatArray) -> tuple[IntArray, IntArray, FloatArray]:

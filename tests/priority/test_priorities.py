@@ -55,7 +55,7 @@ from memmap_buffer import (
 )
 from memmap_buffer.format import host
 from memmap_buffer.format.storage import Storage
-from memmap_buffer.priority.leaves import Leaves, Row
+from memmap_buffer.priority.leaves import NO_EPISODES, Leaves, Row
 from memmap_buffer.priority.priorities import Priorities, StepLeaves, in_turn, while_locked
 from memmap_buffer.priority.sum_tree import num_nodes
 from memmap_buffer.priority.tree_file import TreeFile
@@ -87,10 +87,10 @@ def content(priorities):
     priorities.follow()
     found = {}
     slots = np.arange(priorities.storage.layout.slots)
-    (starts, stops), serials = priorities.steps_of(slots), priorities.serials_of(slots)
+    (starts, stops), serials = priorities.file.steps_of(slots), priorities.serials_of(slots)
     for slot in np.flatnonzero(stops):
         t = np.arange(starts[slot], stops[slot])
-        values = priorities.tree.get(priorities.leaves(np.full(len(t), slot), t))
+        values = priorities.tree.get(priorities.file.leaves_of(np.full(len(t), slot), t))
         found |= {(int(serials[slot]), i): value for i, value in zip(t.tolist(), values.tolist(), strict=True)}
     assert priorities.tree.total == pytest.approx(math.fsum(found.values()), rel=1e-12)
     return found
@@ -824,7 +824,7 @@ def test_a_leaf_beyond_the_last_slot_is_no_step_whatever_lies_behind_the_slots_i
         stamp = 0
 
         def row(self):
-            return Row(SumTree(nodes, 10), 5, 0, words[:2].reshape(-1))
+            return Row(SumTree(nodes, 10), 5, 0, words[:2].reshape(-1), *NO_EPISODES)
 
         def mend(self):
             nodes[16 + 12], nodes[16 + 6] = 0.0, 1.0
@@ -1327,10 +1327,12 @@ def test_of_many_folders_addresses_are_asked_of_those_that_changed(monkeypatch):
             self.per_slot = per_slot
 
         def row(self):
-            return Row(SumTree.empty(8), self.per_slot, 0, np.zeros(2, np.int64))
+            return Row(SumTree.empty(8), self.per_slot, 0, np.zeros(2, np.int64), *NO_EPISODES)
 
-    asked, place = [], Row.place.fget
-    monkeypatch.setattr(Row, "place", property(lambda row: asked.append(row.per_slot) or place(row)))
+    asked, place = [], Row.place.func
+    counted = type(vars(Row)["place"])(lambda row: asked.append(row.per_slot) or place(row))
+    counted.__set_name__(Row, "place")
+    monkeypatch.setattr(Row, "place", counted)
     leaves, each = Leaves(False), [Folder(1), Folder(2), Folder(3)]
     leaves.look(each)
     each[1].stamp += 1

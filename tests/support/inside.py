@@ -649,7 +649,7 @@ def before_weighing(draws: Any, work: Callable[[], Any]) -> Callable[[], None]:
 
 def words_of(priorities: Any) -> Any:
     """The words of a tree's file that tell of each slot's leaves."""
-    return priorities._file.pair_words
+    return priorities.file.pair_words
 
 
 def map_anew(priorities: Any) -> None:
