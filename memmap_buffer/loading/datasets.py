@@ -137,7 +137,8 @@ class EpisodeLoader(DataLoader[Any]):
         if self.persistent_workers and self._ahead is not None and (last_prefetched := self._ahead()) is not None:
             last_prefetched.close()  # else its thread and the new epoch would share one iterator over the workers
         epoch: Handing = self._order.begin()
-        batches = self._made() if self._processes is None else self._arriving(self._processes)
+        processes = self._processes  # the workers read, if there are any
+        batches = self._made() if processes is None else Arrivals(iter(processes), self._tasks, self._pinned)
         if self.prefetch:
             prefetched = Prefetched(batches, self.prefetch, Move(self.device))
             # Lightning may record what is assigned to a loader, and pickle it with that; a weakref does not pickle.
@@ -153,10 +154,6 @@ class EpisodeLoader(DataLoader[Any]):
         read: Callable[[Any], Any] = self.dataset.__getitems__  # type: ignore[attr-defined]
         collate = self.collate_fn
         return map(lambda anchors: collate(read(anchors)), self._drawn)
-
-    def _arriving(self, processes: DataLoader[Any]) -> Iterator[Any]:
-        """Batches that the worker processes read."""
-        return Arrivals(iter(processes), self._tasks, self._pinned)
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's position, as numbers, strings and lists; see `EpochSampler.state_dict`."""

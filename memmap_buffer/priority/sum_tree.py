@@ -55,18 +55,6 @@ def num_nodes(leaves: int) -> int:
     return 3 * capacity_of(leaves)
 
 
-def new_nodes(leaves: int) -> FloatArray:
-    """The nodes of an empty tree in memory. Raises SchemaError: there is not so much."""
-    count = num_nodes(leaves)
-    try:
-        return np.zeros(count)
-    except MemoryError:
-        raise SchemaError(
-            f"priorities of {leaves} steps take {count >> 27} GiB, more than there is memory; open it to write, where "
-            "those of TD errors are in a file, or record into a folder of a lower max_timesteps"
-        ) from None
-
-
 class DamagedSumsError(Exception):
     """The sums of a tree do not add up, so nothing can be drawn by them.
 
@@ -125,7 +113,14 @@ class SumTree:
             SchemaError: it is no whole number from 1, or there is not so much memory.
         """
         check_count("leaves", leaves)
-        return cls(new_nodes(leaves), leaves, minima=minima)
+        count = num_nodes(leaves)
+        try:
+            return cls(np.zeros(count), leaves, minima=minima)
+        except MemoryError:
+            raise SchemaError(
+                f"priorities of {leaves} steps take {count >> 27} GiB, more than there is memory; open it to write, "
+                "where those of TD errors are in a file, or record into a folder of a lower max_timesteps"
+            ) from None
 
     def __repr__(self) -> str:
         return f"<SumTree of {self.leaves} leaves, total {self.total}>"

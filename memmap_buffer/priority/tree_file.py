@@ -314,9 +314,10 @@ class TreeFile:
                 BOOT: boot[0],
                 BOOT + 1: boot[1],
                 EPSILON: _bits(self.epsilon),
+                MAXIMUM: _bits(self.maximum),
                 ARRANGEMENT: KIND,
             }
-            for word, value in {**words, MAXIMUM: _bits(self.maximum)}.items():
+            for word, value in words.items():
                 self._head[word] = value
             # Before anything is stored: from here on a crash of the machine is one that is seen.
             write_all(self._fd["head"], self._head[:WORDS], self._head_file.offset(0))
