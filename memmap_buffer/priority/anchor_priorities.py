@@ -459,19 +459,21 @@ class AnchorPriorities:
         """The maximum or mean over steps start … stop - 1."""
         assert self.steps is not None
         out, first, count = np.empty(len(slots)), self.steps.file.leaves_of(slots, start), stop - start
+        means, tree = self._reduce == "mean", self.steps.tree
         cuts = np.flatnonzero(np.diff(np.cumsum(count) // BLOCK, prepend=0))
         for part in np.split(np.arange(len(slots)), cuts):
             if len(part):
                 begins = np.cumsum(count[part]) - count[part]
                 leaves = np.repeat(first[part] - begins, count[part]) + np.arange(int(count[part].sum()))
-                values = self.steps.tree.get(leaves)
+                values = tree.get(leaves)
+                if means:  # of what lies above the first step: equal values have exactly that mean, and one rank
+                    values -= np.repeat(values[begins], count[part])
                 behind = self._behind_ends(slots[part], leaves, begins, count[part])
                 if behind is not None:
                     values[behind] = 0.0
                     count[part] -= np.add.reduceat(behind, begins, dtype=np.int64)
-                reduce = np.maximum.reduceat if self._reduce == "max" else np.add.reduceat
-                out[part] = reduce(values, begins)
-        return out if self._reduce == "max" else out / count
+                out[part] = (np.add if means else np.maximum).reduceat(values, begins)
+        return out / count + tree.get(first) if means else out
 
     def _behind_ends(self, slots: IntArray, leaves: IntArray, begins: IntArray, count: IntArray) -> Any:
         """(K,) which steps lie behind an end within their item, so that it has them not; None where none does.

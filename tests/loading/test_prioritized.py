@@ -1172,6 +1172,17 @@ def test_of_a_window_that_ends_in_the_middle_of_its_episode_no_later_step_counts
     assert len({*map(tuple, batch["_indices"].tolist())}) > 30
 
 
+@pytest.mark.parametrize("unit", [{"view": Trajectory()}, {"view": Window(7)}], ids=["episodes", "windows"])
+def test_items_whose_steps_all_have_one_priority_share_a_rank_however_many_they_are(tmp_path, unit):
+    """Sums of the same number are rounded, and a mean that is made of them alone would be another for each length."""
+    buffer, how = make(tmp_path, (1,)), Prioritized(variant="rank", sort_interval=1, reduce="mean")
+    buffer.sample(1, prioritized=how, **unit)
+    buffer.update_priorities([[0, 0]], [1.8])
+    for length in (3, 5, 6, 7, 9):
+        publish(buffer, length)
+    assert len({*buffer.sample(256, prioritized=how, **unit)["_probabilities"].tolist()}) == 1
+
+
 def test_a_priority_that_is_rounded_to_0_is_that_of_a_step_that_is_there(tmp_path):
     buffer = make(tmp_path, (5,))
     buffer.sample(1, prioritized=Prioritized(alpha=100.0), **STEP)
