@@ -26,7 +26,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 MAX_STRING = 4096
 FALSE, TRUE = b"\0", b"\1"  # in the bytes of a mask
-FEW = 16  # up to so many numbers are compared one by one: a call of numpy takes as long as ten such comparisons
+FEW = 4096  # numbers whose squares are summed to bound them: for more, BLAS may wake threads
 NUMERIC = (
     "bool",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -255,9 +255,9 @@ def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
         raise _lossy(array, name, "an imaginary part would be lost; store `.real`, or declare a complex field")
     if target.kind in "biu":
         return _cast_integral(array, target, name)
-    if array.size <= FEW and array.dtype.kind == target.kind == "f":  # comparing one by one takes a quarter of the time
-        limit = _largest(target)
-        if all([-limit <= value <= limit for value in array.ravel().tolist()]):
+    if array.size <= FEW and array.dtype.kind == target.kind == "f":
+        # None is larger than the root of the sum of their squares, which takes a third of the time of all that follows.
+        if float(np.vdot(array, array)) ** 0.5 <= _largest(target):
             return array.astype(target)
     with np.errstate(over="ignore", invalid="ignore"):  # `invalid`: a signalling NaN, which stays a NaN
         out = array.astype(target)
