@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memmap_buffer.dtypes import all_of
 from memmap_buffer.errors import BufferFullError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.layout import Layout
@@ -182,7 +183,9 @@ class SlotAllocator:
             self.round += 1
             return
         entries = self._entry.take(slots)
-        slots, entries = slots[entries != -1], entries[entries != -1]
+        is_there = entries != -1
+        if not all_of(is_there):
+            slots, entries = slots[is_there], entries[is_there]
         self.stop[slots] += 1
         self._last[slots] = self.round
         self.steps += len(slots)
@@ -253,16 +256,14 @@ class SlotAllocator:
             entries = self._entries[self._head : min(self._head + count, self._tail)]
             self._head += len(entries)
             slots = entries & _LOW
-            slots = slots[self._entry.take(slots) == entries]
+            is_there = self._entry.take(slots) == entries
+            slots = slots if all_of(is_there) else slots[is_there]
             moved = np.concatenate([moved, slots]) if len(moved) else slots
             self.steps -= len(slots)
             count -= len(slots)
-        if len(moved) == 1 or len({*moved.tolist()}) == len(moved):
-            self.start[moved] += 1
-            return moved
-        moved, steps = np.unique(moved, return_counts=True)
-        self.start[moved] += steps
-        return moved
+        np.add.at(self.start, moved, 1)
+        distinct = {*moved.tolist()}
+        return moved if len(distinct) == len(moved) else np.array([*distinct])
 
     def _published(self, entries: IntArray) -> None:
         """Take note of steps that were published, each by the entry of its slot."""
