@@ -274,8 +274,9 @@ class Journal:
             self.mark += 1
             changes = self._read(storage)
         else:
-            both = np.union1d(slots, others) if len(others) else slots  # type: ignore[arg-type]
-            self._changes.append(Change(self.mark + 1, both, self._moved, others))
+            if len(others):
+                slots = np.array(sorted({*slots.tolist(), *others.tolist()}))  # type: ignore[union-attr]
+            self._changes.append(Change(self.mark + 1, slots, self._moved, others))
             self.mark += 1
         self.version = changes
         # A record may have changed after `changed_records` had passed it, while a newer episode was taken in.
@@ -366,10 +367,8 @@ class Journal:
             entries = self.order[0, : self.tail].searchsorted(table.serial.take(slots[leaving]))
             since_head = self._gone[np.searchsorted(self._gone, self.head) :]  # so a ring does not remember all of them
             self._gone = np.sort(np.concatenate([since_head, entries]), kind="stable")
-        columns = now._asdict()
-        changed = {name: values for name, values in columns.items() if any_of(values != getattr(table, name)[slots])}
-        self._own(changed)
-        for name, values in changed.items():
+        self._own(Columns._fields)
+        for name, values in now._asdict().items():
             getattr(self.table, name)[slots] = values
         self.shown[slots], self._visible = shown, None
         self._most[slots] = self._most_of(slots, storage)

@@ -55,7 +55,7 @@ from memmap_buffer.schema import Field
 
 log = logging.getLogger("memmap_buffer")
 
-FEW = 16  # up to so many slots are read as plain numbers, which is quicker than arrays
+FEW = 32  # up to so many slots are read as plain numbers, which is quicker than arrays
 MAX_VIEWS = 256  # views of `slices_of` that are kept
 ROUNDS = 4  # how often records are copied again while a writer goes on changing them
 _DELETED_WORD = np.uint64(DELETED << 32)
