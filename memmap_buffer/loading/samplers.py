@@ -9,7 +9,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import attrgetter
 
 import numpy as np
 
@@ -27,7 +26,6 @@ from memmap_buffer.views.gather import Columns
 
 MOST = 32  # the most batches that are read as one: numpy's calls are the cost, as many for all batches as for one
 MOST_BYTES = 3 << 19  # the most bytes of these batches, so that they stay in the processor's L2 cache until handed out
-_NBYTES = attrgetter("nbytes")
 
 
 @dataclass
@@ -39,7 +37,6 @@ class Block:
         columns: the columns of all batches, freed with the last batch.
         size: the number of items of all batches.
         at: the number of items that were handed out.
-        nbytes: the bytes of all columns.
         unread: the anchors of all batches, if reading them as one failed: each batch is then read in its turn.
     """
 
@@ -47,7 +44,6 @@ class Block:
     columns: Columns = field(default_factory=dict)
     size: int = 0
     at: int = 0
-    nbytes: int = 0
     unread: Anchors | None = None
 
     def next(self, batch_size: int) -> Columns:
@@ -57,10 +53,8 @@ class Block:
             self.columns = {}
         return {key: values[first : self.at] for key, values in columns.items()}
 
-    def next_count(self, batch_size: int) -> int:
-        """The number of batches of the block after this one: twice as many, within `MOST` and `MOST_BYTES`."""
-        most = MOST_BYTES * self.size // max(1, self.nbytes * batch_size)
-        return max(1, min(2 * self.size // batch_size, MOST, most))
+
+NO_BLOCK = Block()
 
 
 class UniformSampler:
@@ -88,7 +82,8 @@ class UniformSampler:
         """Reset what threads share; in a forked child, as another thread of the parent may have been in the middle."""
         self._turn = threading.RLock()
         self._live: LiveIndex | None = None
-        self._block = Block()
+        self._block = NO_BLOCK
+        self._item_bytes = 0  # of an item, once one was read
         self._new: NewItems | None = None
         self._looked_at: AnchorRuns | None = None  # the index whose new items were taken in last
         self._looked: dict[int, EpisodeTable] = {}  # by folder, its tables
@@ -141,9 +136,9 @@ class UniformSampler:
                 first, block.at, alone = block.at, block.at + batch_size, True
                 anchors = block.unread.where(slice(first, block.at))
             else:
-                count = 1 if block.of != of or self._one_by_one else block.next_count(batch_size)
+                count = 1 if block.of != of or self._one_by_one else self._next_count(block, batch_size)
                 self._position -= block.size - block.at  # batches that are dropped do not count for the shares
-                self._block = Block()
+                self._block = NO_BLOCK
                 anchors = self._draw(source, count * batch_size, rng, self._position)
                 self._position += count * batch_size
             records = self._with_records(source, anchors, rng)
@@ -168,13 +163,19 @@ class UniformSampler:
         else:
             if of is None:
                 return columns
-            nbytes = sum(map(_NBYTES, columns.values()))
-            block = Block(of, columns, size, nbytes=nbytes) if count > 1 else Block(of, {}, size, size, nbytes)
+            if not self._item_bytes:
+                self._item_bytes = sum([values.nbytes for values in columns.values()]) // size
+            block = Block(of, columns, size) if count > 1 else Block(of, {}, size, size)
             first = block.next(batch_size) if count > 1 else columns
         with self._turn:
             if self._block.of is None:  # else another thread stored its block first
                 self._block = block
         return self.reader.read(block.unread.where(slice(batch_size))) if first is None else first  # type: ignore[union-attr]
+
+    def _next_count(self, block: Block, batch_size: int) -> int:
+        """The number of batches of the block after one: twice as many, within `MOST` and `MOST_BYTES`."""
+        most = MOST_BYTES // max(1, self._item_bytes * batch_size)
+        return max(1, min(2 * block.size // batch_size, MOST, most))
 
     def _draw(self, source: AnchorRuns, count: int, rng: np.random.Generator, position: int) -> Anchors:
         """Draw `count` anchors; `position` is the number of the first of them among all that were drawn."""
