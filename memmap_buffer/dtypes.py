@@ -255,10 +255,10 @@ def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
         raise _lossy(array, name, "an imaginary part would be lost; store `.real`, or declare a complex field")
     if target.kind in "biu":
         return _cast_integral(array, target, name)
-    if array.size <= FEW and array.dtype.kind == target.kind == "f":
-        # None is larger than the root of the sum of their squares, which takes a third of the time of all that follows.
-        if float(np.vdot(array, array)) ** 0.5 <= _largest(target):
-            return array.astype(target)
+    may_be_summed = array.size <= FEW and array.dtype.kind == target.kind == "f"
+    # None is larger than the root of the sum of their squares, which takes a third of the time of all that follows.
+    if may_be_summed and float(np.vdot(array, array)) ** 0.5 <= _largest(target):
+        return array.astype(target)
     with np.errstate(over="ignore", invalid="ignore"):  # `invalid`: a signalling NaN, which stays a NaN
         out = array.astype(target)
     if array.dtype.kind == "f":

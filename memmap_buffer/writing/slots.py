@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memmap_buffer.dtypes import all_of
+from memmap_buffer.dtypes import FALSE
 from memmap_buffer.errors import BufferFullError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.layout import Layout
@@ -179,12 +179,15 @@ class SlotAllocator:
                 self._last[slot] = self.round
                 self.steps += 1
                 if self._capacity is not None:
-                    self._published(self._entry[slot : slot + 1])
+                    if self._tail == len(self._entries):
+                        self._make_room(1)
+                    self._entries[self._tail] = self._entry[slot]
+                    self._tail += 1
             self.round += 1
             return
         entries = self._entry.take(slots)
         is_there = entries != -1
-        if not all_of(is_there):
+        if FALSE in is_there.tobytes():
             slots, entries = slots[is_there], entries[is_there]
         self.stop[slots] += 1
         self._last[slots] = self.round
@@ -256,8 +259,7 @@ class SlotAllocator:
             entries = self._entries[self._head : min(self._head + count, self._tail)]
             self._head += len(entries)
             slots = entries & _LOW
-            is_there = self._entry.take(slots) == entries
-            slots = slots if all_of(is_there) else slots[is_there]
+            slots = slots[self._entry.take(slots) == entries]
             moved = np.concatenate([moved, slots]) if len(moved) else slots
             self.steps -= len(slots)
             count -= len(slots)

@@ -100,10 +100,9 @@ class EpisodeStream(EpisodeGroup):
     def lengths(self) -> list[int]:
         """The lengths of the episodes."""
         joint = self._round
-        lengths: list[int] = []
         if joint is not None and joint.is_whole:
-            lengths = joint.lengths.tolist()
-        return lengths or [episode.length for episode in self.episodes]
+            return [*joint.lengths.tolist()]
+        return [episode.length for episode in self.episodes]
 
     def extend(self, steps: Steps) -> None:
         """Append timesteps to every environment; an episode that ends, or is as long as it may be, is published.

@@ -110,7 +110,7 @@ def test_an_episode_of_one_step(make: Callable[..., ReplayBuffer]) -> None:
     require(buffer, record, calls=75, writes=8)
 
 
-@pytest.mark.parametrize(("num_envs", "calls"), [(None, 18), (1, 18), (8, 19)])
+@pytest.mark.parametrize(("num_envs", "calls"), [(None, 17), (1, 17), (8, 19)])
 def test_a_step_of_environments_that_is_shown_at_once(
     make: Callable[..., ReplayBuffer], num_envs: int | None, calls: int
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_step_of_an_episode_in_memory(make: Callable[..., ReplayBuffer], num_e
 
 @pytest.mark.parametrize(
     ("calls", "options"),
-    [pytest.param(54, {}, id="with replacement"), pytest.param(56, {"replacement": False}, id="without")],
+    [pytest.param(53, {}, id="with replacement"), pytest.param(56, {"replacement": False}, id="without")],
 )
 def test_a_step_and_a_batch_of_transitions(
     make: Callable[..., ReplayBuffer], calls: int, options: dict[str, Any]
