@@ -38,7 +38,6 @@ GYMNASIUM_SINCE = {  # since when it has each name that is imported from it
     "gymnasium.vector.AutoresetMode": (1, 1),
     "gymnasium.vector.VectorEnv": (1, 0),
     "gymnasium.vector.VectorWrapper": (1, 0),
-    "gymnasium.vector.utils.iterate": (1, 0),
     "gymnasium.wrappers.Autoreset": (1, 0),
 }
 
