@@ -91,12 +91,17 @@ class StagedRound(Round):
             self._grow(max(2 * self._capacity, self._capacity - self.room + count))
         self.look()
 
+    def look(self) -> None:
+        """See which environments are members now, and from which timestep on each is in memory."""
+        super().look()
+        self._base = self._until - self._capacity
+
     def append(self, columns: Mapping[str, Array], chosen: IntArray | None = None) -> None:
         """See `Round`; with `chosen`, whatever the others have, `look` follows. Fields of lists take `extend`."""
         if self.room <= 0:
             self.prepare()
         some = self.members if chosen is None else chosen
-        at = self.lengths[some] - self._until[some] + self._capacity
+        at = self.lengths[some] - self._base[some]
         for name, rows in self._rows.items():
             rows[some, at] = columns[name] if len(some) == self._size else columns[name][some]
         for name in self._coded:
@@ -117,7 +122,7 @@ class StagedRound(Round):
             self.append({name: rows[0] for name, rows in columns.items()}, chosen)
         else:
             for i in environments:
-                at = self.lengths.item(i) - self._until.item(i) + self._capacity
+                at = self.lengths.item(i) - self._base.item(i)
                 for name, column in self._episodes[i].columns.items():
                     column[at : at + count] = columns[name][:, i]
             self.lengths[chosen] += count

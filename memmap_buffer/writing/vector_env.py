@@ -101,7 +101,8 @@ class EpisodeStream(EpisodeGroup):
         """The lengths of the episodes."""
         joint = self._round
         if joint is not None and joint.is_whole:
-            return [*joint.lengths.tolist()]
+            lengths: list[int] = joint.lengths.tolist()
+            return lengths
         return [episode.length for episode in self.episodes]
 
     def extend(self, steps: Steps) -> None:
