@@ -229,6 +229,7 @@ class MappedRound(Round):
     def _take_in(self, episodes: Mapping[int, Episode]) -> None:
         self._slot_writers |= self._writer.slot_writers_of(episodes, self.files)
         self._look_at(episodes)
+        self._allocate([*episodes])
 
     def _look_at(self, environments: Iterable[int]) -> None:
         for i in environments:
@@ -249,11 +250,14 @@ class MappedRound(Round):
 
     def prepare(self) -> None:
         """Have room for the next timestep of each. Raises OSError: the disk is full; nothing has changed."""
-        for i in self.members[self._until[self.members] <= self.lengths[self.members]].tolist():
+        self._allocate(self.members)
+        self.look()
+
+    def _allocate(self, environments: Any) -> None:
+        for i in np.asarray(environments)[self._until[environments] <= self.lengths[environments]].tolist():
             slot_writer = self._slot_writers[i]
             slot_writer.room = self.maps.prepare(slot_writer.slot, self.lengths.item(i))
             self._until[i] = slot_writer.room
-        self.look()
 
     def append(self, columns: Mapping[str, Array]) -> None:
         """See `Round`: the writer has it prepared, written and shown, and tells the readers."""
