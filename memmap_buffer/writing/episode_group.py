@@ -85,7 +85,7 @@ class EpisodeGroup(Block):
         for episode in self.episodes:
             if episode.state != "open" or episode.ended or episode.finals:
                 episode.refuse()
-        joint = self._round = self._round or writer.new_round(self._size)
+        joint = self._round or writer.new_round(self._size)
         self._join(joint, [i for i, each in enumerate(self.episodes) if each.lengths is not joint.lengths])
         if joint.remaining <= 0:
             writer.require_within(1 + self._limit)
@@ -199,7 +199,9 @@ class EpisodeGroup(Block):
     def _join(self, joint: Round, environments: Sequence[int]) -> None:
         """Append to the episodes of some environments together with others from now on; those that left are out."""
         if environments or not joint.is_whole:
+            self._round = None  # interrupted in between, where the next step belongs is not known to it
             joint.join({i: self.episodes[i] for i in environments})
+        self._round = joint
 
     def _stop(self, joint: Round, steps: Steps) -> int:
         """Up to which timestep all can be stored at once: only the last of them may end an episode, or be left out."""

@@ -74,6 +74,7 @@ PLACES = {
     "leave_scope": "api.recording:Scope.leave",
     "leave_episode": "writing.episode:Episode.leave",
     "leave_group": "writing.episode_group:EpisodeGroup.leave",
+    "look_of_round": "writing.rounds:Round.look",
     "ended_statement": "format.open_episodes:ended_statement",
     "open_episodes": "format.open_episodes:OpenEpisodes",
     "turn": "format.lock:Turn",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import system
-from inside import hand_on, set_inside, shows_steps, storage_of
+from inside import around, hand_on, place_of, set_inside, shows_steps, storage_of
 from interruptions import interrupted
 from ways import way_of
 
@@ -209,6 +209,28 @@ def test_after_an_interrupted_step_members_go_on_alone_and_in_another_folder(tmp
         rest = [[*([7] * (i == 1 and not handed_on)), 8] for i in range(SIZE)]
         assert found in ([[1, *each] for each in rest], [[1, 2, *each] for each in rest]), at
     assert len(places) > 5
+
+
+@pytest.mark.parametrize("how", [MODES["ram"], MODES["disk"], MODES["step"]], ids=["ram", "disk", "step"])
+def test_a_member_that_comes_back_and_is_interrupted_in_between_loses_no_step(
+    tmp_path: Path, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was given steps of its own, so that the next step of all is another row of its than of the others."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt("before it is known where its next step belongs")
+
+    with ReplayBuffer(tmp_path, 9, STEPS, {"x": "int64"}, spare_slots=SIZE + 1, **how) as buffer:
+        with buffer.batched_episode(SIZE) as group:
+            group.store(x=[1] * SIZE)
+            for _ in range(8):
+                group.episodes[1].store(x=7)
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="where its next step"):
+                around(patch, *place_of("look_of_round"), after=interrupt)
+                group.store(x=[2] * SIZE)
+            group.store(x=[3] * SIZE)
+            group.store(x=[4] * SIZE)
+        assert [each["x"] for each in contents(buffer)] == [[1, *([7] * 8 * (i == 1)), 3, 4] for i in range(SIZE)]
 
 
 @pytest.mark.parametrize("how", [MODES["ram"], MODES["step"]], ids=["ram", "step"])
