@@ -228,11 +228,12 @@ class Episode(Block):
             array[row] = value if fits else self._encode(name, value, t)
         if self._schema.lists:
             self.count_lists({name: self.columns[name][row : row + 1] for name in self._schema.lists})
+        ended = ""
         for name, place in self._ends:
             if values[place] is not False and self.columns[name].item(row):
-                self.ended = name
+                ended = name
                 break
-        self._length = t + 1
+        self.ended, self._length = ended, t + 1  # at once: an end is that of the last step
         if self._shows_steps:
             self.writer.append([Appended(self, self.columns, self.base, t + 1)])
         return self._made(values)
@@ -302,8 +303,8 @@ class Episode(Block):
         for name, staged in self.columns.items():
             staged[row : row + count] = rows[name]
         row += count - 1
-        self.ended = next((name for name in self._schema.ends if self.columns[name].item(row)), "")
-        self.length += count
+        ended = next((name for name in self._schema.ends if self.columns[name].item(row)), "")
+        self.ended, self._length = ended, self._length + count  # at once, as in `store`
 
     def to_append(self, rows: Mapping[str, Array], count: int = 1) -> Appended:
         """Timesteps as a writer takes them that shows every step."""

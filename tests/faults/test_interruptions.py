@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import CodeType
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fault_injection import without_barriers
+from fault_injection import flags_of, without_barriers
 from inside import around, get_inside, open_episodes, place_of, publishing_turn_of, set_inside, slots_taken, turn_of
 from interruptions import (
     PACKAGE,
@@ -27,6 +28,7 @@ from interruptions import (
     require_whole,
     without_signals,
 )
+from specification import TERMINATED
 
 from memmap_buffer import EpisodeStateError, Field, ReplayBuffer, verify
 
@@ -200,6 +202,31 @@ CHANGES: dict[str, tuple[Callable[[ReplayBuffer], Any], list[list[dict[str, Any]
     ),
     "close": (lambda buffer: buffer.close(), [[recorded(n) for n in (1, 2, 3)]]),
 }
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda episode: episode.store(x=2, terminated=True),
+        lambda episode: episode.extend(x=[1, 2], terminated=[False, True]),
+    ],
+    ids=["store", "extend"],
+)
+def test_what_is_kept_up_to_an_interruption_terminated_only_with_the_step_that_says_so(tmp_path, end):
+    at, seen, error = 0, set(), KeyboardInterrupt()
+    while error is not None:
+        folder = tmp_path / f"{at}"
+        with ReplayBuffer(folder, 4, 5, {"x": "int", "terminated": "bool"}) as buffer:
+            with suppress(KeyboardInterrupt), buffer.one_episode(keep_partial=True) as episode:
+                episode.store(x=0, terminated=False)
+                error = interrupted(partial(end, episode), at)
+                if error is not None:
+                    raise error
+            ended = bool(buffer.episode(0)["terminated"][-1])
+        assert [bool(flags & TERMINATED) for flags in flags_of(folder).values()] == [ended], error
+        seen.add(ended)
+        at += 1
+    assert seen == {False, True}
 
 
 @some_lines
