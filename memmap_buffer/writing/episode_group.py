@@ -171,8 +171,13 @@ class EpisodeGroup(Block):
         for name in self.schema.ends:
             if np.count_nonzero(columns[name]):
                 return False
+        following = self._following
         self._missing, self._following = self, {}
-        joint.append(columns)
+        try:
+            joint.append(columns)
+        except MemmapBufferError:  # it was refused, and the episodes go on
+            self._missing, self._following, self._round = None, following, None
+            raise
         return True
 
     def _append_some(self, joint: Round, steps: Steps) -> None:

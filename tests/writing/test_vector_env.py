@@ -653,3 +653,21 @@ def test_of_meta_fields_the_last_value_of_each_episode_counts(tmp_path, options,
     stored = [(int(each["x"][-1]), np.ravel(each["a"]).tolist(), [float(each["b"])]) for each in episodes]
     wanted = [(t, meta.get("a", [0, 0]), meta.get("b", [-1.0])) for t, meta in expected]
     assert sorted(stored) == sorted(wanted) and len(stored) > 15
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_a_step_that_there_is_no_room_for_may_be_given_again_once_there_is(tmp_path, durability):
+    how = {"circular": False, "publish": "step", "durability": durability}
+    with ReplayBuffer(
+        tmp_path, 9, 9, {"x": Field("int64", (), final=True)}, capacity=8, spare_slots=2, **how
+    ) as buffer:
+        buffer.store_episode(x=[7, 7, 7])
+        for t in range(2):
+            buffer.add(x=[t, 10 + t], next_x=[t + 1, 11 + t])
+        with pytest.raises(BufferFullError, match="2 more would pass"):
+            buffer.add(x=[2, 12], next_x=[3, 13])
+        buffer.delete([0])
+        buffer.add(x=[2, 12], next_x=[3, 13])
+        buffer.end_episodes()
+        assert [buffer.episode(i)["x"].tolist() for i in range(2)] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+        assert buffer.num_added == buffer.num_steps == 6
