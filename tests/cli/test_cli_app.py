@@ -209,8 +209,8 @@ def test_what_takes_one_folder_names_those_of_a_root(
 ) -> None:
     assert app.main(shlex.split(command)) == 2
     assert capsys.readouterr().err == (
-        "memmap-buffer: root is a root of 3 folders, shard-00000 to shard-00002: name one of them, or copy them into "
-        "one by: memmap-buffer merge NEW root\n"
+        f"memmap-buffer: {root.absolute()} is a root of 3 folders, shard-00000 to shard-00002: name one of them, or "
+        f"copy them into one by: memmap-buffer merge NEW {root.absolute()}\n"
     )
 
 
