@@ -151,6 +151,9 @@ def _columns(file: Any, infos: bool, names: Names) -> dict[str, Any]:
             raise SchemaError(
                 f"{file.filename}: it has no {name!r}, so it is no file of D4RL; it has {', '.join(file)}"
             )
+    for name in ("next_observations", *STEPS, *ENDS):
+        if isinstance(file.get(name), h5py.Group):
+            raise SchemaError(f"{file.filename}: {name!r} is a group, and D4RL has an array; it is no file of D4RL")
     columns = {ours: file[theirs] for theirs, ours in STEPS.items() if theirs in file}
     if infos and "infos" in file:
         columns |= flatten(names.ours({"info": file["infos"]}))

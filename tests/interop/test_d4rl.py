@@ -141,6 +141,16 @@ def test_what_is_no_such_file_is_refused(tmp_path):
         import_d4rl(tmp_path / "d.hdf5", tmp_path / "b")
 
 
+@pytest.mark.parametrize("name", ["observations", "next_observations", "actions", "rewards", "terminals", "timeouts"])
+def test_groups_in_the_place_of_arrays_are_refused(tmp_path, name):
+    write(tmp_path / "d.hdf5")
+    with h5py.File(tmp_path / "d.hdf5", "a") as file:
+        del file[name]
+        file[f"{name}/a"] = np.zeros(3)
+    with pytest.raises(SchemaError, match=f"'{name}' is a group, and D4RL has an array"):
+        import_d4rl(tmp_path / "d.hdf5", tmp_path / "b")
+
+
 def test_what_cannot_be_exported_is_refused(tmp_path):
     nested = ReplayBuffer(tmp_path / "b", 3, 5, {"observation": {"a": "float"}, "action": "int"})
     with nested, pytest.raises(SchemaError, match="it has no field 'observation', which D4RL needs flat"):
