@@ -120,7 +120,7 @@ def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
 
     Raises:
         SchemaError: observations are nested, only some episodes have their final one, a field is of text or lists, or
-            two fields would be one array.
+            two fields would be one array or one within the other.
         OSError: there is a file already.
     """
     require_fields(buffer, ("observation", "action"), "D4RL")

@@ -164,7 +164,8 @@ def removed_on_error(*places: Path) -> Iterator[None]:
     Args:
         places: the files and folders that the block makes. What was there before stays.
     """
-    new = [place for place in places if not place.exists()]
+    resolved = [place.resolve() for place in places]  # a link stays, also one that leads to nothing yet
+    new = [place for place in resolved if not place.exists()]
     try:
         yield
     except BaseException:
@@ -222,22 +223,28 @@ def require_kinds(fields: Mapping[str, Field], format_name: str, kinds: str = ""
 
 
 def require_places(places: Mapping[str, str], format_name: str, own: Iterable[str] = ()) -> None:
-    """Raise SchemaError if a field has the place of another one.
+    """Raise SchemaError if a field has the place of another one, or one within it.
 
     Args:
-        places: name of a field -> its place in a file of the format.
+        places: name of a field -> its place in a file of the format; "a/b" lies within "a".
         format_name: for the error.
         own: the places at which the format has something else.
     """
+    remedy = "export a copy in which one has another name (`snapshot`, then `rename_field`)"
     taken = dict.fromkeys(own, f"what {format_name} counts itself")
     for name, place in places.items():
         if place in taken:
             raise SchemaError(
-                f"field {name!r}: it would be {place!r} in {format_name}, as {taken[place]} is; export a copy in "
-                "which one has another name (`snapshot`, then `rename_field`)",
-                field=name,
+                f"field {name!r}: it would be {place!r} in {format_name}, as {taken[place]} is; {remedy}", field=name
             )
         taken[place] = f"field {name!r}"
+    for name, place in places.items():
+        for end in (i for i, letter in enumerate(place) if letter == "/"):
+            if place[:end] in taken:
+                raise SchemaError(
+                    f"field {name!r}: it would be {place!r} in {format_name}, within {taken[place[:end]]}; {remedy}",
+                    field=name,
+                )
 
 
 def episode_bounds(ends: Any) -> list[tuple[int, int]]:

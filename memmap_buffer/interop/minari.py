@@ -149,8 +149,8 @@ def export_minari(
 
     Raises:
         SchemaError: an episode has no final observation, there is no `reward`, no environment is known, a field is of
-            lists or of a kind that the format cannot hold, two fields would be one info, or Minari is so old that it
-            stores images only as JPEG.
+            lists or of a kind that the format cannot hold, two fields would be one info or one within the other, or
+            Minari is so old that it stores images only as JPEG.
     """
     require_fields(buffer, ("reward",), "Minari")
     names, table = read_names(buffer), data_format != "hdf5"

@@ -115,7 +115,8 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
             known, `env_args` names no environment: robomimic can learn from the file, but make no rollouts.
 
     Raises:
-        SchemaError: there is no `action`, a field is of text or lists, or two fields would be one array.
+        SchemaError: there is no `action`, a field is of text or lists, or two fields would be one array or one within
+            the other.
         OSError: there is a file already.
     """
     require_fields(buffer, ("action",), "robomimic")

@@ -205,6 +205,26 @@ def test_two_fields_that_would_have_one_place_are_refused(
     assert not [*place.iterdir()]
 
 
+@pytest.mark.parametrize(
+    ("name", "outer", "inner", "error"),
+    [
+        ("d4rl", "x", "info.x.y", "'infos/x/y' in D4RL, within field 'x'"),
+        ("minari", "x", "info.x.y", "'x/y' in Minari, within field 'x'"),
+        ("robomimic", None, "actions.x", "'actions/x' in robomimic, within field 'action'"),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_field_that_would_lie_within_another_one_is_refused(
+    tmp_path: Path, place: Path, name: str, outer: str | None, inner: str, error: str, first: bool
+) -> None:
+    names = [each for each in ((outer, inner) if first else (inner, outer)) if each is not None]
+    with ReplayBuffer(tmp_path / "data", 2, 9, {**FIELDS, **dict.fromkeys(names, "int")}) as buffer:
+        store(buffer, 1, 3, **{key: [1, 2, 3] for key in names})
+        with pytest.raises(SchemaError, match=f"field '{inner}': it would be {error}; .* `rename_field`"):
+            export(name, buffer, place)
+    assert not [*place.iterdir()]
+
+
 def test_a_data_set_of_lerobots_form_has_no_counter_of_its_own(tmp_path: Path) -> None:
     with ReplayBuffer(tmp_path / "data", 2, 9, {**FIELDS, "index": "int"}) as buffer:
         store(buffer, 1, 3, index=[7, 8, 9])
@@ -220,6 +240,28 @@ def test_what_was_there_before_an_export_that_fails_is_still_there(ring: ReplayB
     with pytest.raises((OSError, SchemaError)):
         export(name, ring, place)
     assert [path for path in place.rglob("*") if path.is_file()] == [place / "data/data/mine"]
+
+
+@pytest.mark.parametrize("name", ["d4rl", "robomimic", "memmap_replay_buffer"])
+def test_a_link_that_leads_nowhere_is_not_removed(ring: ReplayBuffer, place: Path, name: str) -> None:
+    (place / "data").symlink_to("elsewhere")
+    with pytest.raises(FileExistsError, match="exists"):
+        export(name, ring, place)
+    assert [(path.name, path.is_symlink()) for path in place.iterdir()] == [("data", True)]
+
+
+def test_what_was_written_through_a_link_is_removed(
+    ring: ReplayBuffer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: Any, **arrays: Any) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numpy.savez_compressed", fail)
+    (place / "data").symlink_to("elsewhere")
+    with pytest.raises(OSError, match="No space"):
+        export("ogbench", ring, place)
+    assert [(path.name, path.is_symlink()) for path in place.iterdir()] == [("data", True)]
 
 
 def test_a_data_set_of_minari_that_is_there_stays(ring: ReplayBuffer, place: Path) -> None:
