@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.browse.episode_list import EpisodeList
+from memmap_buffer.browse.episode_list import EXACT, EpisodeList
 from memmap_buffer.dtypes import Array
 from memmap_buffer.episode_columns import column_of_objects, places_of
 from memmap_buffer.errors import MemmapBufferError, NotEnoughDataError, StaleEpisodeError
@@ -90,7 +90,10 @@ class Checks:
             for i, entry in enumerate(spelled[:ENTRIES]):
                 numbers = {key: v[i] if np.isfinite(v[i]) else None for key, v in entries.items()}
                 rows.append({"entry": entry, "count": of.count, **numbers})
-            dead = np.flatnonzero(of.min.reshape(-1) == of.max.reshape(-1)).tolist()
+            alike = of.min.reshape(-1) == of.max.reshape(-1)
+            if self._episodes.buffer.schema.fields[name].storage.kind in "iu":
+                alike &= np.abs(of.max.reshape(-1)) < EXACT  # larger ones are rounded, and may have differed
+            dead = np.flatnonzero(alike).tolist()
             if dead:
                 listed = ", ".join(spelled[i] for i in dead[:ENTRIES]) + (", …" if len(dead) > ENTRIES else "")
                 dead_entries.append({"entries": listed, "number": len(dead), "of": len(spelled)})

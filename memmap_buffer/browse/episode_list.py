@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.5  # between two looks at the buffer and its marks
 TRIES = 3
-EXACT = 2**53  # JavaScript rounds whole numbers beyond
+EXACT = 2**53  # floats of 64 bits, as those of JavaScript, round whole numbers beyond
 RESERVED = ("mark", "note", "published", "nan", "constant")
 
 

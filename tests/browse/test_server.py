@@ -253,6 +253,17 @@ def test_statistics_are_there_when_all_episodes_are_checked(client: Client) -> N
     assert report["dead"][-1] == {"entries": "reward", "number": 1, "of": 1}
 
 
+def test_large_whole_numbers_that_differ_are_not_told_to_be_one_value(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "large", 2, 9, {"near": "int64", "same": "int64"}) as buffer:
+        for number in range(2):
+            buffer.store_episode(near=[2**60 + number] * 3, same=[2**50] * 3)
+        with buffer.browse() as page:
+            client = Client(page.address)
+            while not (report := client.json("statistics"))["done"]:
+                assert not report["failure"]
+    assert report["dead"] == [{"entries": "same", "number": 1, "of": 1}]
+
+
 def test_a_slow_client_does_not_keep_the_page_from_ending(buffer: ReplayBuffer) -> None:
     page = buffer.browse()
     client = Client(page.address)
