@@ -235,7 +235,7 @@ def _field_columns(fields: dict[str, Any], unit: str) -> dict[str, list[Any]]:
         "name": list(fields),
         "dtype": [f["dtype"] for f in fields.values()],
         "shape": [str(tuple(f["shape"])) for f in fields.values()],
-        unit: [bytes_of(f["bytes"]) for f in fields.values()],
+        unit: [bytes_of(f["bytes"]) + " a member" * (None in f["shape"]) for f in fields.values()],
         "default": defaults,
         "final": ["yes" if f["final"] else "" for f in fields.values()],
         "codec": [_codec_of(f) for f in fields.values()],

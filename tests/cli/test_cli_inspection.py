@@ -295,6 +295,9 @@ def test_lists_are_shown_without_their_padding(tmp_path: Path, capsys: pytest.Ca
     lines = text_of(capsys, "head", tmp_path, "0", "--field", "ids").splitlines()
     assert [line.strip().split(maxsplit=1) for line in lines[2:]] == [["0", "[5]"], ["1", "[]"], ["2", "[7, 9]"]]
     assert "(1, None)" in text_of(capsys, "show", tmp_path, "last")
+    fields = [line.split() for line in text_of(capsys, "info", tmp_path).splitlines()]
+    assert ["ids", "int64", "(None,)", "8", "B", "a", "member"] in fields
+    assert ["boxes", "float32", "(None,", "2)", "8", "B", "a", "member"] in fields
 
 
 @pytest.mark.parametrize("command", ["show", "head"])
