@@ -168,6 +168,8 @@ def removed_on_error(*places: Path) -> Iterator[None]:
     new = [place for place in resolved if not place.exists()]
     try:
         yield
+    except FileExistsError:  # another export made it since, and goes on
+        raise
     except BaseException:
         for place in new:
             if place.is_dir():

@@ -250,6 +250,24 @@ def test_a_link_that_leads_nowhere_is_not_removed(ring: ReplayBuffer, place: Pat
     assert [(path.name, path.is_symlink()) for path in place.iterdir()] == [("data", True)]
 
 
+def test_the_file_of_another_export_that_was_faster_is_not_removed(
+    ring: ReplayBuffer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = h5py.File
+
+    def late(path: Path, mode: str) -> Any:
+        path.write_text("theirs")
+        return opened(path, mode)
+
+    for name in ("d4rl", "robomimic"):
+        with monkeypatch.context() as patch:
+            patch.setattr("h5py.File", late)
+            with pytest.raises(FileExistsError, match="exists"):
+                export(name, ring, place)
+        assert (place / "data").read_text() == "theirs"
+        (place / "data").unlink()
+
+
 def test_what_was_written_through_a_link_is_removed(
     ring: ReplayBuffer, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
