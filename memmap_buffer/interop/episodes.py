@@ -119,7 +119,7 @@ class ExportedEpisodes:
 
     Attributes:
         buffer: the buffer.
-        serials: (episodes,) int64.
+        serials: (episodes,) int64; of several folders (episodes, 2), the number of the folder before.
         lengths: (episodes,) int64, in steps.
     """
 
@@ -145,9 +145,9 @@ class ExportedEpisodes:
             on_stale="raise",
             format="numpy",
         )
-        numbered = zip(self.serials.tolist(), self.lengths.tolist(), strict=True)
-        for serial, length in progress(numbered, "episodes", len(self)):
-            item = items.at([[serial]])[0]
+        placed = zip(self.serials.reshape(len(self), -1).tolist(), self.lengths.tolist(), strict=True)
+        for place, length in progress(placed, "episodes", len(self)):
+            item = items.at([place])[0]
             has_final = item.pop("_has_final") and item["_lens"] == length  # not if it has become longer since
             del item["_lens"]
             columns = schema.flatten(item)

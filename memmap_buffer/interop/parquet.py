@@ -27,9 +27,9 @@ def export_parquet(buffer: ReplayBuffer, path: AnyPath) -> None:
 
     `steps.parquet` has a row for each timestep: `_episode`, the serial, `_t`, and the fields by their dotted names.
     `episodes.parquet` has a row for each episode: `_episode`, `_length`, the meta fields, and `final.<field>` for
-    fields that were declared with `final`, null if an episode has no final observation. Arrays become lists of a fixed
-    size; those in `final.<field>`, which may be null, and fields of lists become lists of any size. bfloat16 becomes
-    float32.
+    fields that were declared with `final`, null if an episode has no final observation. Of a `ConcatBuffer` both have
+    `_shard`, the number of the folder. Arrays become lists of a fixed size; those in `final.<field>`, which may be
+    null, and fields of lists become lists of any size. bfloat16 becomes float32.
 
     Args:
         buffer: the buffer to copy.
@@ -58,13 +58,15 @@ def export_parquet(buffer: ReplayBuffer, path: AnyPath) -> None:
 def _groups(episodes: ExportedEpisodes, rows: list[dict[str, Any]]) -> Iterator[Any]:
     """Tables of timesteps, each of which becomes a row group; appends the row of each of their episodes to `rows`."""
     buffer, tables = episodes.buffer, list[Any]()
-    for serial, (steps, episode) in zip(episodes.serials.tolist(), episodes, strict=True):
-        length = len(steps)
-        columns = {"_episode": np.full(length, serial), "_t": np.arange(length)}
+    serials = episodes.serials.reshape(len(episodes), -1)
+    names = ("_shard", "_episode")[-serials.shape[1] :]
+    for each, (steps, episode) in zip(serials.tolist(), episodes, strict=True):
+        length, place = len(steps), dict(zip(names, each, strict=True))
+        columns = {name: np.full(length, number) for name, number in place.items()} | {"_t": np.arange(length)}
         columns |= {name: episode[name][:length] for name in buffer.fieldnames}
         tables.append(pa.table({name: column_of(column) for name, column in columns.items()}))
         finals = {name: episode[name][length:] for name in buffer.fieldnames if buffer.schema.fields[name].final}
-        rows.append({"_episode": serial, "_length": length, **{n: episode[n] for n in buffer.meta_fieldnames}})
+        rows.append({**place, "_length": length, **{n: episode[n] for n in buffer.meta_fieldnames}})
         rows[-1] |= {f"final.{name}": last[0] if len(last) else None for name, last in finals.items()}
         if sum(table.num_rows for table in tables) >= GROUP_STEPS:
             yield pa.concat_tables(tables).combine_chunks()

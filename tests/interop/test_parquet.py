@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from inside import set_inside
 
-from memmap_buffer import Field, ReplayBuffer, SchemaError
+from memmap_buffer import ConcatBuffer, Field, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import flatten
 from memmap_buffer.interop.parquet import export_parquet
 
@@ -66,6 +66,18 @@ def test_every_timestep_and_every_episode_is_a_row_with_equal_values(buffer, tmp
         for name in buffer.meta_fieldnames:
             assert episodes[name][i].as_py() == expected[name].tolist(), name
         start += length
+
+
+def test_episodes_of_several_folders_are_told_apart_by_the_number_of_the_folder(tmp_path):
+    buffers = [ReplayBuffer(tmp_path / name, 2, 3, {"reward": "float"}) for name in "ab"]
+    for buffer, reward in zip(buffers, [0.0, 1.0], strict=True):
+        buffer.store_episode(reward=[reward, reward])
+    export_parquet(ConcatBuffer(buffers), tmp_path / "out")
+    steps = pd.read_parquet(tmp_path / "out" / "steps.parquet")
+    assert [*zip(steps["_shard"], steps["_episode"], steps["reward"], strict=True)] == [(0, 0, 0.0)] * 2 + [
+        (1, 0, 1.0)
+    ] * 2
+    assert pd.read_parquet(tmp_path / "out" / "episodes.parquet")["_shard"].tolist() == [0, 1]
 
 
 def test_pandas_reads_them_with_the_dtypes_of_the_fields(buffer, tmp_path):
