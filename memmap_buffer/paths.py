@@ -25,7 +25,7 @@ def is_url(place: object) -> bool:
 
 
 def url_of(place: str) -> str:
-    """`place` as text: the URL of an object store, or the path of a folder used as one.
+    """`place` as text: the URL of an object store, or the absolute path of a folder used as one, as `path_of` gives it.
 
     Raises:
         SchemaError: a slash is missing, so the place would be a folder below the one in which the program was started.
@@ -33,7 +33,7 @@ def url_of(place: str) -> str:
     _require_slashes(str(place))
     if match := _RELATIVE.search(str(place)):
         raise SchemaError(f"{place}: got no absolute path behind '{match[1]}', expected one, as in file:///data/run7")
-    return str(place)
+    return str(place) if is_url(str(place)) else str(path_of(place))
 
 
 def _require_slashes(place: str) -> None:
@@ -66,7 +66,7 @@ def path_of(place: AnyPath) -> Path:
     if not text.startswith("~"):
         return path.absolute()
     try:
-        return path.expanduser()
+        return path.expanduser().absolute()
     except RuntimeError:
         raise SchemaError(
             f"{text}: there is no home folder {path.parts[0]!r}; for one of that name give './{text}'"

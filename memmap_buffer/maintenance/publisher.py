@@ -83,7 +83,8 @@ class Publisher:
             self._every = every
         if keep is not None:
             check_count("keep_published", keep, 0)
-        objects = Objects(url_of(url), storage_options)
+        url = url_of(url)
+        objects = Objects(url, storage_options)
         if not objects.writable:
             raise SchemaError(f"publish_to: nothing can be written to {objects}; give the URL of the store itself")
         if objects.local is not None and objects.local.resolve().is_relative_to(root.resolve()):

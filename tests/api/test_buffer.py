@@ -596,6 +596,15 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "home"
 
 
+def test_a_home_folder_that_is_named_relatively_is_that_of_the_moment_of_opening(home, monkeypatch):
+    monkeypatch.setenv("HOME", "../home")
+    with make("~/a") as buffer:
+        monkeypatch.chdir("/")
+        buffer.store_episode(**whole(1.0))
+        buffer.flush()
+    assert rewards(ReplayBuffer.from_folder(home / "a")) == [[1, 1]]
+
+
 @pytest.mark.parametrize("spelled", [lambda text: text, Path], ids=["str", "Path"])
 def test_a_path_that_begins_with_a_tilde_is_in_the_home_folder_everywhere(home, spelled):
     with make(spelled("~/a")) as buffer:

@@ -151,6 +151,18 @@ def test_a_relative_path_is_that_of_the_moment_when_recording_began(
     assert not any((tmp_path / "there").iterdir())
 
 
+def test_a_relative_folder_to_publish_to_is_that_of_the_moment_when_recording_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with ReplayBuffer("root", **SIZES, fields=FIELDS, shard="auto", publish_to="url") as buffer:
+        monkeypatch.chdir("there")
+        record(buffer, range(30))
+    assert published(tmp_path) == [*range(30)]
+    assert not any((tmp_path / "there").iterdir())
+
+
 def test_shards_of_a_recorder_are_published_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with idle_recorder(tmp_path, publish_every=2) as buffer:
         with monkeypatch.context() as patch:
