@@ -211,7 +211,7 @@ class Objects:
             if new != place:
                 await self._call("mv", new, place)
             if folder is not None:
-                await asyncio.to_thread(folder.sync_folders, "")
+                await asyncio.to_thread(_sync_names, folder)
 
         async def request() -> None:
             try:
@@ -462,6 +462,15 @@ def _after_fork() -> None:
 
 
 after_fork(_after_fork)
+
+
+def _sync_names(folder: Folder) -> None:
+    """Have the names in a folder on the disk; where its file system cannot do that, fsync(2) gives EINVAL."""
+    try:
+        folder.sync_folders("")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
 
 
 async def _outcome(work: Coroutine[Any, Any, bytes]) -> bytes | RemoteError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -75,6 +76,21 @@ def test_what_is_written_to_a_folder_is_on_the_disk(tmp_path: Path, monkeypatch:
         place = tmp_path / "far" / path
         assert on_disk == [place.stat().st_ino, place.parent.stat().st_ino]
         assert place.read_bytes() == BYTES
+
+
+def test_a_file_system_that_cannot_sync_folders_can_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_: System, fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(System, "sync_folder", refused)
+    store, code = Objects(f"file://{tmp_path}", tries=1), errno.EINVAL
+    store.write("deep/one", BYTES)
+    assert store.read("deep/one", len(BYTES)) == BYTES
+    code = errno.EIO
+    with pytest.raises(RemoteError, match="Input/output error"):
+        store.write("deep/one", BYTES)
 
 
 def test_processes_of_one_number_on_two_hosts_write_to_files_of_their_own(tmp_path: Path) -> None:
