@@ -167,6 +167,7 @@ class ReplayBuffer(Recording, Readable):
             _require_auto(shard, overwrite or read_only)
         place = Folder(path_of(folder))
         if not read_only and (overwrite or not place.exists("schema.json")):
+            layout.to_json()  # raises before anything is made or replaced
             if shard is None:
                 require_new_place(place)
             else:

@@ -351,8 +351,13 @@ def test_a_schema_that_no_reader_would_accept_is_never_written(tmp_path: Path) -
         buffer.store_episode(x=[7])
         with pytest.raises(SchemaError, match=r"schema\.json: got"):
             buffer.add_field("y", large)
-    ReplayBuffer(tmp_path / "new", max_episodes=1, max_timesteps=1, fields={"x": "int"}).close()
-    assert ReplayBuffer.from_folder(tmp_path / "there").fieldnames == ("x",)
+    with pytest.raises(SchemaError, match=r"schema\.json: got"):
+        ReplayBuffer(tmp_path / "there", max_episodes=1, max_timesteps=1, fields={"x": large}, overwrite=True)
+    with pytest.raises(SchemaError, match=r"schema\.json: got"):
+        ReplayBuffer(tmp_path / "root", max_episodes=1, max_timesteps=1, fields={"x": large}, shard="auto")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    with ReplayBuffer.from_folder(tmp_path / "there") as buffer:
+        assert buffer.fieldnames == ("x",) and buffer.episode(0)["x"].tolist() == [7]
 
 
 def test_too_many_fields_are_refused(folder: Path) -> None:
