@@ -28,6 +28,7 @@ TIMEOUT, SLOWEST = 20.0, 1 << 18  # a request may take so many seconds, and one 
 IN_FLIGHT, BYTES_IN_FLIGHT = 64, 64 << 20  # the most ranges, and the most bytes, that are requested at a time
 PART = 8 << 20  # bytes of a large object that are sent at a time
 MOST_PARTS = 9000  # S3 takes 10,000
+SYNCED = 1 << 26  # bytes, at `SLOWEST`, of others that may have to reach a disk before an object does: four minutes
 LISTING = 1 << 30  # bytes that a listing of all objects may have, at `SLOWEST`: a thousand of S3's are a request
 NO_RANGES = "the server sends the whole object, it has no ranges"
 Range = tuple[str, int, int]
@@ -222,7 +223,7 @@ class Objects:
                 await self._call("makedirs", new.rpartition("/")[0], exist_ok=True)
                 await send()
 
-        self._run("write", path, request, size)
+        self._run("write", path, request, size if folder is None else size + SYNCED)
 
     def size(self, path: str) -> int | None:
         """The number of bytes of an object; None if there is none."""

@@ -78,6 +78,14 @@ def test_what_is_written_to_a_folder_is_on_the_disk(tmp_path: Path, monkeypatch:
         assert place.read_bytes() == BYTES
 
 
+def test_a_disk_that_is_busy_with_what_others_write_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(System, "barrier", lambda _, fd: time.sleep(0.5))
+    Objects(f"file://{tmp_path}", tries=1, timeout=0.1).write("one", BYTES)
+    assert (tmp_path / "one").read_bytes() == BYTES
+
+
 def test_a_file_system_that_cannot_sync_folders_can_be_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
