@@ -37,6 +37,7 @@ class Block:
         columns: the columns of all batches, freed with the last batch.
         size: the number of items of all batches.
         at: the number of items that were handed out.
+        first: the number of its first item among all that were drawn, by which shares are counted.
         unread: the anchors of all batches, if reading them as one failed: each batch is then read in its turn.
     """
 
@@ -44,6 +45,7 @@ class Block:
     columns: Columns = field(default_factory=dict)
     size: int = 0
     at: int = 0
+    first: int = 0
     unread: Anchors | None = None
 
     def next(self, batch_size: int) -> Columns:
@@ -52,9 +54,6 @@ class Block:
         if self.at == self.size:
             self.columns = {}
         return {key: values[first : self.at] for key, values in columns.items()}
-
-
-NO_BLOCK = Block()
 
 
 class UniformSampler:
@@ -71,7 +70,6 @@ class UniformSampler:
     def __init__(self, reader: BatchReader, weights: Sequence[float] | None = None) -> None:
         self.reader = reader
         self._quota = None if weights is None else Quota(weights)
-        self._position = 0  # the number of the next item among all that were drawn, by which shares are counted
         may_follow = weights is None and not reader.frozen
         self._may_follow = may_follow and LiveIndex.follows(reader.selection, reader.folders)
         self._one_by_one = not reader.reads_together
@@ -82,7 +80,7 @@ class UniformSampler:
         """Reset what threads share; in a forked child, as another thread of the parent may have been in the middle."""
         self._turn = threading.RLock()
         self._live: LiveIndex | None = None
-        self._block = NO_BLOCK
+        self._block = Block()
         self._item_bytes = 0  # of an item, once one was read
         self._new: NewItems | None = None
         self._looked_at: AnchorRuns | None = None  # the index whose new items were taken in last
@@ -137,10 +135,9 @@ class UniformSampler:
                 anchors = block.unread.where(slice(first, block.at))
             else:
                 count = 1 if block.of != of or self._one_by_one else self._next_count(block, batch_size)
-                self._position -= block.size - block.at  # batches that are dropped do not count for the shares
-                self._block = NO_BLOCK
-                anchors = self._draw(source, count * batch_size, rng, self._position)
-                self._position += count * batch_size
+                position = block.first + block.at  # batches that are dropped do not count for the shares
+                self._block = Block(first=position)
+                anchors = self._draw(source, count * batch_size, rng, position)
             records = self._with_records(source, anchors, rng)
             if self._quota is not None:  # while the lock is held, so that shares are exact over all threads
                 return self._read(None if alone else of, records, count, batch_size)
@@ -169,6 +166,7 @@ class UniformSampler:
             first = block.next(batch_size) if count > 1 else columns
         with self._turn:
             if self._block.of is None:  # else another thread stored its block first
+                block.first = self._block.first
                 self._block = block
         return self.reader.read(block.unread.where(slice(batch_size))) if first is None else first  # type: ignore[union-attr]
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same, record_episode
+from inside import set_inside
 
 from memmap_buffer import ConcatBuffer, NotEnoughDataError, Window
 
@@ -165,6 +166,21 @@ def test_shares_go_on_where_batches_that_were_drawn_ahead_are_thrown_away(record
         assert abs(of_the_second - 4 * batches * 2 / 3) < 1
         if batches % 5 == 0:
             record_episode(sources[0], batches, 12)
+
+
+def test_a_batch_that_was_not_read_does_not_count_for_the_shares(recorded, monkeypatch):
+    both, of_the_second = ConcatBuffer([recorded((12,), name="a"), recorded((12,), name="b")], weights=[1, 2]), 0
+
+    def interrupted(*_):
+        raise KeyboardInterrupt("now")
+
+    for batches in range(1, 31):
+        if batches < 5:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="now"):
+                set_inside(patch, read_batch=interrupted)
+                both.sample(1, **TIMESTEPS)
+        of_the_second += int((both.sample(1, **TIMESTEPS)["_indices"][:, 0] == 1).sum())
+        assert abs(of_the_second - batches * 2 / 3) < 1
 
 
 def test_each_weighted_source_goes_round_without_repeating_before_all_were_seen(recorded):
