@@ -1,4 +1,4 @@
-"""The package runs on the oldest Python that `requires-python` promises, whichever one runs these tests.
+"""The package runs on the oldest Python and the oldest numpy that are promised, whichever ones run these tests.
 
 A check of the sources needs no such Python, and sees what no smoke run reaches. The smoke run needs one with numpy and
 filelock: `.venv-oldest`, which `scripts/install test` makes where that Python is there, or the one on the path.
@@ -42,6 +42,7 @@ with ReplayBuffer(folder, 3, 5, {"x": Field("float32", (2,), final=True), "n": "
     assert buffer.serials.tolist() == [2, 4]
     assert buffer.episode(1)["n"].tolist() == [9] * 4
     assert buffer.statistics()["x"].count == 10
+    assert buffer.update_priorities([[4, 1]], [2.0]) == 0
     if "torch" not in without:
         for options in ({}, {"n_steps": 2}, {"timestep_level": True, "prioritized": True}):
             assert len(buffer.sample(2, **options)["n"]) == 2

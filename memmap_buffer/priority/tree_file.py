@@ -174,7 +174,7 @@ class TreeFile:
             self._require_process()
             raise EpisodeStateError(f"{self.storage.path}: the buffer was closed; reopen it with from_folder")
         self.whole = False
-        self._head[GENERATION] |= 1
+        self._head[GENERATION] = self._head.item(GENERATION) | 1  # plain: of uint64 and int numpy 1 makes a float
         self._words[GENERATION] = self._head[GENERATION]
 
     def _require_process(self) -> None:
@@ -187,7 +187,7 @@ class TreeFile:
 
     def end(self) -> None:
         """End what `begin` began."""
-        self._head[GENERATION] += 1
+        self._head[GENERATION] = self._head.item(GENERATION) + 1
         self._words[GENERATION] = self._head[GENERATION]
         self.whole = True
 
