@@ -61,7 +61,7 @@ def info(
     if as_json:
         say_json(facts)
         return
-    _say_facts(facts)
+    _say_facts(facts | {"folder": place})
     show_table("\nfields", _field_columns(facts["fields"], "one step"))
     if facts["meta_fields"]:
         show_table("\nmeta fields", _field_columns(facts["meta_fields"], "one episode"))

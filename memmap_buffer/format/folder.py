@@ -8,7 +8,6 @@ import errno
 import math
 import mmap
 import os
-import resource
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -628,14 +627,6 @@ def _pages(first: int, stop: int) -> tuple[int, int]:
     """(begin, size) of the whole pages that hold bytes first … stop - 1."""
     begin, end = first // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
     return begin * mmap.PAGESIZE, max(1, end - begin) * mmap.PAGESIZE
-
-
-def disk_reads() -> int:
-    """A counter that grows when this thread makes the disk read; always 0 where the system does not count."""
-    if not hasattr(resource, "RUSAGE_THREAD"):  # macOS
-        return 0
-    usage = resource.getrusage(resource.RUSAGE_THREAD)
-    return usage.ru_inblock + usage.ru_majflt
 
 
 def folders_in(root: Path) -> list[Path]:

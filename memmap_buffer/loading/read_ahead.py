@@ -13,9 +13,10 @@ import numpy as np
 
 from memmap_buffer.format.blobs import lengths_of
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.folder import disk_reads, will_need
+from memmap_buffer.format.folder import will_need
 from memmap_buffer.format.source import Rows
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import disk_reads
 from memmap_buffer.items.index import Index
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import BlockShuffle
