@@ -1,8 +1,8 @@
 """`OpenEpisodes`: the open episodes of one folder, by weak references. No I/O.
 
 To begin or to end an episode takes the same time however many are open. So those of `with` statements, which may be
-over without having ended their episode, are in a dict of their own (`watched`), and an episode that is collected
-removes itself.
+over without having ended their episode, are in a dict of their own (`watched`). An episode that is collected is taken
+out by the next `add` or `len`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ class OpenEpisodes:
 
     def __init__(self) -> None:
         self._every: dict[ref[Any], None] = {}
+        self._collected: list[ref[Any]] = []  # of episodes that nobody holds any more, and of some that were removed
         self.watched: dict[ref[Any], Statement] = {}
 
     def __len__(self) -> int:
+        if self._collected:
+            self._take_out_collected()
         return len(self._every)
 
     def __iter__(self) -> Iterator[Any]:
@@ -61,8 +64,11 @@ class OpenEpisodes:
         """Add an episode; see `watch`."""
         if statement is not None:
             self.watched[ref(episode)] = statement
-        # A function of Python's own takes it out: of what came while another one runs here, Ctrl-C say, nobody is told.
-        self._every[ref(episode, self._every.pop)] = None
+        if self._collected:
+            self._take_out_collected()
+        # A function of Python's own that raises nothing: of what comes while a reference calls, Ctrl-C say, nobody is
+        # told; and who looked through all references may hold one that was removed.
+        self._every[ref(episode, self._collected.append)] = None
 
     def remove(self, reference: ref[Any]) -> None:
         """Remove an episode: it is over, or belongs to another folder now."""
@@ -75,6 +81,10 @@ class OpenEpisodes:
             self.watched.pop(ref(episode), None)
         else:
             self.watched[ref(episode)] = statement
+
+    def _take_out_collected(self) -> None:
+        while self._collected:
+            self._every.pop(self._collected.pop(), None)
 
     def _open(self, references: Iterable[ref[Any]]) -> list[Any]:
         """The episodes that are open in this folder; removes others, which an interruption may have left here."""

@@ -40,9 +40,6 @@ MODES: dict[str, dict[str, Any]] = {
     "group": {"durability": "power", "sync_every": 2, "spare_slots": 2},
 }
 
-# A list of references to open episodes may outlive an entry that it was made of; then the entry is looked for in vain.
-pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in. <built-in method pop of dict")
-
 
 @pytest.fixture(autouse=True)
 def no_barriers(monkeypatch):

@@ -164,6 +164,34 @@ def test_an_episode_that_another_folder_took_is_none_of_the_first_any_more() -> 
     assert len(mine.episodes) == 0
 
 
+def test_an_episode_that_is_let_go_of_while_others_are_looked_at_is_collected_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", told.append)
+    lock = SimpleNamespace(episodes=get_inside("open_episodes")())
+    holders: list[Any] = []
+
+    class Opened:
+        state, writer = "open", SimpleNamespace(lock=lock)
+
+    class Over(Opened):
+        @property
+        def state(self) -> str:  # type: ignore[override]
+            holders.clear()  # from here on only who looks holds it
+            return "published"
+
+    holders.append(Over())
+    still_open = Opened()
+    for episode in (holders[0], still_open):
+        lock.episodes.add(episode)
+    del episode
+    assert lock.episodes.every() == [still_open]
+    assert len(lock.episodes) == 1 and holders == told == []
+    del still_open
+    assert len(lock.episodes) == 0
+
+
 @pytest.mark.parametrize("publish", ["episode", "step"])
 def test_a_step_whose_final_observation_has_no_room_is_stored_of_none_and_may_be_given_again(
     tmp_path: Path, publish: str
