@@ -32,6 +32,7 @@ from memmap_buffer.views.folders import Folders, id_of
 from memmap_buffer.views.gather import Columns
 
 _SETTLED, _NUM_DAMAGED = attrgetter("settled"), attrgetter("num_damaged")  # of many folders, in half the time
+LOOKS = 3  # see `PrioritizedDraws.draw`
 _ONE = np.zeros(1, np.int64)  # the numbers of the folders where there is one
 
 
@@ -241,7 +242,12 @@ class PrioritizedDraws:
         return self.reader.read(folders.find(anchors) if shown_at is None else folders.at(anchors, shown_at))
 
     def draw(
-        self, batch_size: int, rng: np.random.Generator, alone: bool = False, number: int | None = None
+        self,
+        batch_size: int,
+        rng: np.random.Generator,
+        alone: bool = False,
+        number: int | None = None,
+        looks: int = LOOKS,
     ) -> tuple[Anchors, int | None]:
         """The anchors of the next batch, and the change counter at which all were shown, if that is known.
 
@@ -250,6 +256,8 @@ class PrioritizedDraws:
             rng: chance.
             alone: the batch does not depend on those before, and β stays.
             number: how many batches were before, by which β rises; None: those that were drawn.
+            looks: how often it is looked for something to draw. A writer may give all slots to others between the look
+                at the priorities of steps and that at the anchors, and then none has one.
 
         Raises:
             NotEnoughDataError: there is nothing to draw.
@@ -264,15 +272,20 @@ class PrioritizedDraws:
                     if not selection.by_episode:
                         self.reader.index(refresh=True)
                     steps = self._priorities.opened.get(self._only) or self._priorities.of(self._only)
-            if steps is None:  # the locks of several are taken together, see `SeveralAnchors`
-                numbers, each = self._follow()
-                draw = partial(self._draw, each, batch_size, rng, alone)
-                places, (slot, serial, t, priority), shares, shown_at = self._leaves.over(each, draw)
-            else:
-                with steps.lock:  # what is drawn from must be what was followed: others add steps, and update them
-                    numbers, each = self._follow(steps)
-                    self._leaves.look(each)
-                    places, (slot, serial, t, priority), shares, shown_at = self._draw(each, batch_size, rng, alone)
+            try:
+                if steps is None:  # the locks of several are taken together, see `SeveralAnchors`
+                    numbers, each = self._follow()
+                    draw = partial(self._draw, each, batch_size, rng, alone)
+                    places, (slot, serial, t, priority), shares, shown_at = self._leaves.over(each, draw)
+                else:
+                    with steps.lock:  # what is drawn from must be what was followed: others add steps, and update them
+                        numbers, each = self._follow(steps)
+                        self._leaves.look(each)
+                        places, (slot, serial, t, priority), shares, shown_at = self._draw(each, batch_size, rng, alone)
+            except NotEnoughDataError:
+                if looks == 1:
+                    raise
+                return self.draw(batch_size, rng, alone, number, looks - 1)
             probability = priority * shares[0 if places is None else places]
             beta = self.how.beta_at(self.num_drawn if number is None else number)
             weight = self._weigh(probability, beta, each, shares)

@@ -1228,6 +1228,26 @@ def test_two_threads_update_folders_that_another_process_records_and_the_sums_of
         assert got.keys() == shown_by(buffer) and set(got.values()) <= {1.0, *powered([0.25, 4, 9])}
 
 
+def test_a_ring_that_is_replaced_whole_between_two_looks_is_drawn_from(tmp_path, monkeypatch):
+    """The priorities of steps are looked at first, then the anchors, which all are of other episodes by then."""
+    writer = make(tmp_path, 6, 6, 6, 6)
+    reader = ReplayBuffer.from_folder(tmp_path, read_only=True)
+    options = {"prioritized": Prioritized(**HOW, reduce="mean"), "view": Window(2), "format": "numpy"}
+    reader.sample(8, **options)
+    replaced, priorities = [], priorities_of(reader)
+    follow = priorities.follow
+
+    def follow_and_replace():
+        follow()
+        if not replaced:
+            replaced.extend(publish(writer, 6) for _ in range(4))
+
+    monkeypatch.setattr(priorities, "follow", follow_and_replace)
+    publish(writer, 6)
+    assert (reader.sample(8, **options)["_indices"][:, 0] >= 5).all()
+    assert replaced
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, KeyboardInterrupt])
 def test_after_an_error_at_any_call_the_tree_goes_on_consistently(tmp_path, kind, error, monkeypatch):
     without_barriers(monkeypatch)
