@@ -25,7 +25,7 @@ Array: TypeAlias = npt.NDArray[Any]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 MAX_STRING = 4096
-FALSE, TRUE = b"\0", b"\1"  # in the bytes of a mask
+FALSE, TRUE = 0, 1  # the bytes of a mask
 FEW = 4096  # numbers whose squares are summed to bound them: for more, BLAS may wake threads
 NUMERIC = (
     "bool",

@@ -373,6 +373,11 @@ class SlotWriter:
     def _shown(self) -> int:
         return self.files.storage.maps.words.item(self.slot, SHOWN)
 
+    def stored(self, length: int) -> None:
+        """Know of the timesteps up to `length`, which were stored into the mapped files."""
+        self.files.reach[self.slot] = 0
+        self.length, self._final_sums = length, None
+
     def sum_up(self) -> None:
         """Take the steps that were written without into the sums."""
         if self.files.checksum:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.dtypes import Array
+from memmap_buffer.dtypes import TRUE, Array
 from memmap_buffer.errors import MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.open_episodes import ended_statement
@@ -41,6 +41,7 @@ class EpisodeGroup(Block):
         self.thread = get_ident()
         self._writer, self._limit = writer, writer.max_timesteps
         self._size = len(self.episodes) if size is None else size
+        self._everyone: IntArray = np.arange(self._size)
         self._round: Round | None = None  # what appends to the episodes together, once it is needed
         self._missing: object = None  # steps that were given, and may not all be stored
         self._following: dict[str, Array] = {}  # what was seen after the last step
@@ -92,6 +93,7 @@ class EpisodeGroup(Block):
         try:
             if not self._append_to_all(columns):
                 self._missing = steps = Steps.of(self.schema, columns, {})
+                steps.recorded = self._everyone
                 self._append_some(joint, steps)
             self._missing = None
         except BaseException:  # now, as a member may be given a step of its own next
@@ -169,7 +171,7 @@ class EpisodeGroup(Block):
         if joint is None or not joint.is_whole or joint.remaining <= 1 or self.schema.lists:
             return False
         for name in self.schema.ends:
-            if np.count_nonzero(columns[name]):
+            if TRUE in columns[name].astype(np.bool_, copy=False).tobytes():
                 return False
         following = self._following
         self._missing, self._following = self, {}
@@ -183,7 +185,7 @@ class EpisodeGroup(Block):
     def _append_some(self, joint: Round, steps: Steps) -> None:
         """Append timesteps up to the next end: for all environments or for none."""
         chosen = steps.recorded
-        strangers = joint.without(chosen if joint.shows else np.arange(self._size)).tolist()
+        strangers = joint.without(chosen if joint.shows else self._everyone).tolist()
         if steps.meta and joint.shows:
             self._begin_with_meta(steps, strangers)
         self._join(joint, strangers)
@@ -193,11 +195,10 @@ class EpisodeGroup(Block):
             steps.end_to_store()
             steps.done = stop
             return
-        ends = self._ends(steps, stop - 1, joint.lengths + (stop - start))
+        ends = self._ends(steps, stop - 1, joint, stop - start)
         steps.begin_to_store(self.episodes[chosen.item(0)], ends)
         try:
-            rows = {name: rows[start:stop] for name, rows in steps.fields.items()}
-            joint.extend(rows, chosen, self._published_with(steps, ends))
+            joint.extend(steps.fields, range(start, stop), chosen, self._published_with(steps, ends))
         finally:
             self._account_for(steps)
 
@@ -210,7 +211,7 @@ class EpisodeGroup(Block):
 
     def _stop(self, joint: Round, steps: Steps) -> int:
         """Up to which timestep all can be stored at once: only the last of them may end an episode, or be left out."""
-        if len(steps.recorded) < self._size:
+        if len(steps.recorded) < self._size or len(steps.ends) == 1:
             return steps.done + 1
         stop = min(len(steps.ends), steps.done + min(joint.most, joint.remaining))
         ended = np.flatnonzero(steps.ends[steps.done : stop].any(axis=1))
@@ -254,15 +255,14 @@ class EpisodeGroup(Block):
             if not self.episodes[i].length:
                 self.episodes[i].set_meta({name: values[steps.done, i] for name, values in steps.meta.items()})
 
-    def _ends(self, steps: Steps, at: int, lengths: IntArray) -> list[End]:
-        """The ends of episodes that a timestep ends, or with which they are as long as they may be.
-
-        Args: lengths: (environments,) of the episodes, this timestep included.
-        """
-        chosen, following = steps.recorded, steps.following.items()
+    def _ends(self, steps: Steps, at: int, joint: Round, count: int) -> list[End]:
+        """The ends of episodes that a timestep ends, or with which they are as long as they may be: `count` longer."""
+        chosen, following, over = steps.recorded, steps.following.items(), steps.ends[at]
+        if joint.remaining <= count:
+            over = over | (joint.lengths == self._limit - count)
         flags = [(name, steps.fields[name][at]) for name in self.schema.ends]
         ends = []
-        for i in chosen[steps.ends[at, chosen] | (lengths[chosen] == self._limit)].tolist():
+        for i in chosen[over[chosen]].tolist():
             ended = next((name for name, flag in flags if flag.item(i)), "")
             ends.append(End(i, ended, {name: rows[at, i] for name, rows in following}))
         return ends

@@ -30,6 +30,7 @@ WIDE = 1 << 12  # bytes of a row from which a write costs half of the page fault
 AHEAD = 1 << 18  # bytes of a field that are allocated at a time, at most: as many as the episode has
 STEP = 1 << 32
 ONE_STEP = np.uint64(STEP)
+NONE: IntArray = np.empty(0, np.int64)
 # A field: its name; its rows, one behind the other; the dtype of a row where it is taken for bytes; its `final`.
 Rows: TypeAlias = tuple[str, Array, np.dtype[Any] | None, bool]
 
@@ -81,7 +82,7 @@ class Round:
 
     def without(self, environments: IntArray) -> IntArray:
         """The environments of these that are no members."""
-        return environments[~self._is_member[environments]]
+        return NONE if self.is_whole else environments[~self._is_member[environments]]
 
     def leave(self, i: int) -> None:
         """The episode of an environment is appended to no longer, once `look` was called."""
@@ -106,15 +107,16 @@ class Round:
         """
         raise NotImplementedError
 
-    def extend(self, columns: Mapping[str, Array], chosen: IntArray, ends: Sequence[End] = ()) -> None:
-        """Append timesteps, `most` of them at most: field -> (T, environments, *field).
+    def extend(self, columns: Mapping[str, Array], rows: range, chosen: IntArray, ends: Sequence[End]) -> None:
+        """Append some of the timesteps (T, environments, *field) of each field.
 
         Args:
-            columns: see there.
+            columns: field -> these.
+            rows: which of them, `most` at most.
             chosen: the environments that they are of; if they are shown, all `members`.
             ends: of the episodes that may be published with the last of them; those that stay open are still to be.
         """
-        self.append({name: rows[0] for name, rows in columns.items()})
+        self.append({name: column[rows.start] for name, column in columns.items()})
 
 
 class WrittenRound(Round):
@@ -229,7 +231,7 @@ class MappedRound(Round):
     def _take_in(self, episodes: Mapping[int, Episode]) -> None:
         self._slot_writers |= self._writer.slot_writers_of(episodes, self.files)
         self._look_at(episodes)
-        self._allocate([*episodes])
+        self._allocate(episodes)
 
     def _look_at(self, environments: Iterable[int]) -> None:
         for i in environments:
@@ -241,6 +243,7 @@ class MappedRound(Round):
         super().look()
         members, longest = self.members, self._longest
         self.slots, t = self._slot[members], self.lengths[members]
+        self._begun = (t != 0).astype(np.uint64)  # 0 where what is shown is of the episode that the slot had before
         self.new = [(i, self._episodes[i], self._slot_writers[i]) for i in members[t == 0].tolist()]
         first = self.slots * longest + t
         # The row that is next, in files without and with `final`. One alone is a plain number, in a third of the time.
@@ -250,22 +253,23 @@ class MappedRound(Round):
 
     def prepare(self) -> None:
         """Have room for the next timestep of each. Raises OSError: the disk is full; nothing has changed."""
-        self._allocate(self.members)
+        self._allocate(self.members[self._until[self.members] <= self.lengths[self.members]].tolist())
         self.look()
 
-    def _allocate(self, environments: Any) -> None:
-        for i in np.asarray(environments)[self._until[environments] <= self.lengths[environments]].tolist():
-            slot_writer = self._slot_writers[i]
-            slot_writer.room = self.maps.prepare(slot_writer.slot, self.lengths.item(i))
-            self._until[i] = slot_writer.room
+    def _allocate(self, environments: Iterable[int]) -> None:
+        for i in environments:
+            length, slot_writer = self.lengths.item(i), self._slot_writers[i]
+            if slot_writer.room <= length:
+                slot_writer.room = self.maps.prepare(slot_writer.slot, length)
+                self._until[i] = slot_writer.room
 
     def append(self, columns: Mapping[str, Array]) -> None:
         """See `Round`: the writer has it prepared, written and shown, and tells the readers."""
         self._writer.append_round(self, columns)
 
-    def extend(self, columns: Mapping[str, Array], chosen: IntArray, ends: Sequence[End] = ()) -> None:
+    def extend(self, columns: Mapping[str, Array], rows: range, chosen: IntArray, ends: Sequence[End]) -> None:
         """See `Round`: the ends are published with the timestep."""
-        self._writer.append_round(self, {name: rows[0] for name, rows in columns.items()}, ends)
+        self._writer.append_round(self, {name: column[rows.start] for name, column in columns.items()}, ends)
 
     def member(self, i: int) -> tuple[Episode, SlotWriter]:
         """The episode of an environment that is a member, and what writes to its slot."""
@@ -294,7 +298,7 @@ class MappedRound(Round):
 
     def begin_to_show(self) -> None:
         """The records of new episodes are shown first: should only some be, `show_all` makes up for it."""
-        self._all = self.maps.shown[self.slots] * (self.lengths[self.members] > 0) + ONE_STEP
+        self._all = self.maps.shown[self.slots] * self._begun + ONE_STEP
 
     def show_all(self) -> None:
         """Show what was written where it was begun; twice is fine."""
@@ -306,7 +310,8 @@ class MappedRound(Round):
         following, shown = self._next, self.maps.shown
         if self._all is not None:
             self.show_all()
-            self.new = []
+            if self.new:
+                self.new, self._begun = [], np.ones_like(self._begun)
         elif self._size == 1:
             slot = self.slots.item()
             shown[slot] = shown.item(slot) + STEP
@@ -315,7 +320,10 @@ class MappedRound(Round):
         self._all = None
         following[0] += 1
         following[1] += 1
-        self.lengths += 1
+        if self._size == 1:
+            self.lengths[0] = self.lengths.item(0) + 1
+        else:
+            self.lengths += 1
         self.room -= 1
         self.remaining -= 1
 

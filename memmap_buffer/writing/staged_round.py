@@ -111,19 +111,19 @@ class StagedRound(Round):
         self.room -= 1
         self.remaining -= 1
 
-    def extend(self, columns: Mapping[str, Array], chosen: IntArray, ends: Sequence[End] = ()) -> None:
+    def extend(self, columns: Mapping[str, Array], rows: range, chosen: IntArray, ends: Sequence[End]) -> None:
         """See `Round`."""
-        count, environments = len(next(iter(columns.values()))), chosen.tolist()
+        count, some, environments = len(rows), slice(rows.start, rows.stop), chosen.tolist()
         if count > self.room:
             self.prepare(count)
         for i in environments if self._schema.lists else ():
-            self._episodes[i].count_lists({name: columns[name][:, i] for name in self._schema.lists})
+            self._episodes[i].count_lists({name: columns[name][some, i] for name in self._schema.lists})
         if count == 1:
-            self.append({name: rows[0] for name, rows in columns.items()}, chosen)
+            self.append({name: column[rows.start] for name, column in columns.items()}, chosen)
         else:
             for i in environments:
                 at = self.lengths.item(i) - self._base.item(i)
                 for name, column in self._episodes[i].columns.items():
-                    column[at : at + count] = columns[name][:, i]
+                    column[at : at + count] = columns[name][some, i]
             self.lengths[chosen] += count
         self.look()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,6 +48,8 @@ class Steps:
         SchemaError: an unknown field, a missing one without a default, a wrong shape, axes that differ, a lossy cast.
     """
 
+    recorded: IntArray
+    over: Array
     errors: Errors | None = None
     last: Sequence[End] = ()
     # While some are stored, an episode that gets them, and how many it had, and were done, before.
@@ -90,12 +94,8 @@ class Steps:
         return steps
 
     def _find_ends(self, schema: Schema) -> None:
-        self.recorded: IntArray = np.arange(self._axes[1])
-        self.over = np.zeros(self._axes[1], np.bool_)
-        self.ends = np.zeros(self._axes, np.bool_)
-        for name in schema.ends:
-            if np.count_nonzero(self.fields[name]):
-                self.ends |= self.fields[name].reshape(self._axes) != 0
+        flags = [self.fields[name].reshape(self._axes).astype(np.bool_, copy=False) for name in schema.ends]
+        self.ends: Array = reduce(or_, flags) if flags else np.zeros(self._axes, np.bool_)
 
     def begin_to_store(self, episode: Episode, ends: Sequence[End]) -> None:
         """Know an episode that gets the timesteps that are next, as all do that get them or none; what ends with them.

@@ -83,7 +83,7 @@ class EpisodeStream(EpisodeGroup):
         ]
         self.lead = 1  # axes that the last step had before those of a field
         self.num_added = 0  # timesteps, of all environments
-        self.recorded: IntArray = np.arange(size)  # the environments whose last step is one of an episode
+        self.recorded = self._everyone  # the environments whose last step is one of an episode
         self._sure = False  # whether what is kept of the episodes holds, and none needs a look that did not just end
         self._idle: list[int] = []  # environments without an open episode
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
@@ -170,8 +170,8 @@ class EpisodeStream(EpisodeGroup):
                     if steps.errors is not None:
                         recorded = steps.recorded.tolist()
                         keep_errors(steps.errors, self.episodes, self.lengths, recorded, slice(start, steps.done))
-                    over[:] = False
-                    over[steps.recorded] = steps.ends[steps.done - 1, steps.recorded]
+                    ended = steps.ends[steps.done - 1]
+                    over[:] = ended & ~over if self._skips_resets else ended
                     self._following = {name: rows[steps.done - 1].copy() for name, rows in steps.following.items()}
         self._publish_what_ended(over)
 
@@ -376,7 +376,7 @@ class EpisodeStream(EpisodeGroup):
 
     def _recorded(self, over: Array) -> IntArray:
         """The environments whose next step is one of an episode."""
-        return (~over).nonzero()[0] if self._skips_resets else np.arange(self._size)
+        return (~over).nonzero()[0] if self._skips_resets else self._everyone
 
     def _begin_where_needed(self) -> Round:
         if self.episodes and not self._sure:

@@ -683,11 +683,10 @@ class Writer:
         new, terminated = joint.new, self.schema.terminated
         is_last = None if terminated is None else columns[terminated]
         ending = {end.place: end for end in ends}
-        begun = {i for i, *_ in new}
         closed, written = [], []
-        for i, episode, slot_writer in [*new, *((i, *joint.member(i)) for i in ending if i not in begun)]:
+        for i, episode, slot_writer in [*new, *[(i, *joint.member(i)) for i in ending if joint.lengths.item(i)]]:
             length, end = joint.lengths.item(i) + 1, ending.get(i)
-            slot_writer.write({}, 0, length, add=False)  # its rows stand there
+            slot_writer.stored(length)
             if end is None:
                 flags = OPEN | TERMINATED * (is_last is not None and bool(is_last.item(i)))
             else:
@@ -785,7 +784,7 @@ class Writer:
                 self._showing = [*self._pending]
                 if joint is not None:
                     joint.begin_to_show()
-            shown = [*map(_slot_of, self._pending)] if joint is None else joint.slots.tolist()
+            shown = [*map(_slot_of, self._pending)] if joint is None else joint.slots
             new = self._pending if joint is None else [slot_writer for *_, slot_writer in joint.new]
             commit(files, self._pending)
             if joint is not None:
@@ -800,7 +799,7 @@ class Writer:
             self._pending, self._showing = [], []
             self._tell(files, shown)
 
-    def _tell(self, files: WriteHandles, slots: list[int]) -> None:
+    def _tell(self, files: WriteHandles, slots: Sequence[int] | IntArray) -> None:
         """Let the steps beyond `capacity` leave, then tell the readers which slots changed."""
         if self.storage.layout.capacity is not None:
             if self._slots.hides:
@@ -815,7 +814,7 @@ class Writer:
             slots = [*slots, *retired]
             surplus = self._slots.surplus
             if surplus:
-                slots += self._forget(files, surplus).tolist()
+                slots = np.concatenate([slots, self._forget(files, surplus)])
         files.announce(self._slots.next, slots)
         if self._given_up:
             self._give_back(files)
