@@ -71,6 +71,7 @@ class WriteHandles:
             self.fd[key] = storage.folder.open_to_write(array.name, array.header, array.size)
         self.stores = not power and stores_are_writes(storage.path)
         self._counters = self._mapped_counters()
+        self.mapped: Mapping[str, Array] = {}  # field -> its rows, once they are mapped for stores
         longest = self.layout.max_timesteps
         self._row = {
             name: (self.fd[name], len(arrays[name].header), size, longest + field.final, piece)
@@ -195,6 +196,7 @@ class WriteHandles:
         sums: Mapping[str, Sums] | None,
         *,
         final: bool = False,
+        room: int = 0,
     ) -> dict[str, Sums]:
         """Write some rows of fields' columns from timestep `t` of a slot on.
 
@@ -205,6 +207,8 @@ class WriteHandles:
             t: the timestep of the first of them.
             sums: field -> of the rows before these, for their checksums; None: these are not wanted.
             final: of fields with `final`, one row more.
+            room: timesteps before this one are stored into the mapped files, where there are some: their blocks are
+                allocated.
 
         Returns:
             The same, these rows included.
@@ -217,11 +221,14 @@ class WriteHandles:
             if name in self.layout.coded:
                 self._write_blobs(name, array, range(rows.start, stop), slot, t, sums if checksum else None)
                 continue
-            offset = header + (slot * stride + t - rows.start) * itemsize
-            row = rows.start
+            row, at = rows.start, slot * stride + t - rows.start
+            mapped = self.mapped.get(name) if t + stop - row <= room else None
             while row < stop:
                 data = np.ascontiguousarray(array[row : stop if stop - row <= piece else row + piece])
-                write_all(fd, data, offset + row * itemsize)
+                if mapped is None:
+                    write_all(fd, data, header + (at + row) * itemsize)
+                else:
+                    mapped[at + row : at + row + len(data)] = data
                 if checksum:
                     sums[name] = add_rows(sums[name], data)
                 row += piece
@@ -409,7 +416,7 @@ class SlotWriter:
                 self.sum_up()
             self.files.reach[self.slot] = 0
             rows, before = range(start - base, stop - base), self.sums if add else None
-            sums = self.files.write_rows(columns, rows, self.slot, start, before, final=final)
+            sums = self.files.write_rows(columns, rows, self.slot, start, before, final=final, room=self.room)
             self.length, self._final_sums = stop, sums if final else None
             if add and not final:
                 self.sums, self._summed = sums, stop

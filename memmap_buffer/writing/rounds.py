@@ -147,7 +147,9 @@ class MappedFiles:
         layout = files.layout
         arrays = layout.arrays
         self.shown = files.map("/episodes").view(np.uint64).reshape(-1, WORDS)[:, SHOWN]
-        self.rows = {name: files.map(name) for name in layout.schema.fields}
+        files.mapped = self.rows = {
+            name: files.map(name).reshape(layout.rows_shape(name)) for name in layout.schema.fields
+        }
         fields = layout.schema.fields.items()
         narrow = [(name, field) for name, field in fields if field.itemsize < WIDE]
         self._single, self._several = ([self._rows_of(*each, many) for each in narrow] for many in (False, True))
@@ -179,7 +181,7 @@ class MappedFiles:
         return self._single if num_rows == 1 else self._several
 
     def _rows_of(self, name: str, field: Field, several: bool) -> Rows:
-        rows = self.rows[name].reshape(-1, *field.shape)
+        rows = self.rows[name]
         if not several or not field.shape:
             return name, rows, None, field.final
         # Rows are copied as bytes: numpy stores those of a list in half the time that it takes for as short arrays.
@@ -243,8 +245,8 @@ class MappedRound(Round):
         super().look()
         members, longest = self.members, self._longest
         self.slots, t = self._slot[members], self.lengths[members]
-        self._begun = (t != 0).astype(np.uint64)  # 0 where what is shown is of the episode that the slot had before
-        self.new = [(i, self._episodes[i], self._slot_writers[i]) for i in members[t == 0].tolist()]
+        self._is_new = t == 0
+        self.new = [(i, self._episodes[i], self._slot_writers[i]) for i in members[self._is_new].tolist()]
         first = self.slots * longest + t
         # The row that is next, in files without and with `final`. One alone is a plain number, in a third of the time.
         self._next: list[Any] = [first, first + self.slots]
@@ -298,7 +300,10 @@ class MappedRound(Round):
 
     def begin_to_show(self) -> None:
         """The records of new episodes are shown first: should only some be, `show_all` makes up for it."""
-        self._all = self.maps.shown[self.slots] * self._begun + ONE_STEP
+        shown = self.maps.shown[self.slots]
+        if self.new:
+            shown[self._is_new] = 0  # it was of the episode that the slot had before
+        self._all = shown + ONE_STEP
 
     def show_all(self) -> None:
         """Show what was written where it was begun; twice is fine."""
@@ -310,8 +315,7 @@ class MappedRound(Round):
         following, shown = self._next, self.maps.shown
         if self._all is not None:
             self.show_all()
-            if self.new:
-                self.new, self._begun = [], np.ones_like(self._begun)
+            self.new = []
         elif self._size == 1:
             slot = self.slots.item()
             shown[slot] = shown.item(slot) + STEP

@@ -87,7 +87,7 @@ class Steps:
         steps.done, steps.errors, steps.meta = 0, errors, {name: values[None] for name, values in meta.items()}
         steps.fields = {name: columns[name][None] for name in schema.fields}
         steps.following = {
-            name.removeprefix(NEXT): columns[name][None] for name in columns.keys() - steps.fields.keys()
+            name.removeprefix(NEXT): rows[None] for name, rows in columns.items() if name not in steps.fields
         }
         steps._axes = next(iter(steps.fields.values())).shape[:2]
         steps._find_ends(schema)

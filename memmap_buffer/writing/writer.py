@@ -811,7 +811,7 @@ class Writer:
                 files.write_shown(slot, stop, stop)
             if retired:
                 self._give_up(files, retired)
-            slots = [*slots, *retired]
+                slots = [*slots, *retired]
             surplus = self._slots.surplus
             if surplus:
                 slots = np.concatenate([slots, self._forget(files, surplus)])
