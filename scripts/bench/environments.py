@@ -53,7 +53,8 @@ def measured(run: Run, num_envs: int, publish: str, steps: list[Arrays], *, read
     rows = {name: np.empty((burst, *values.shape), values.dtype) for name, values in steps[0].items()}
     ours, bound = [], []
     capacity = SHOWN * num_envs
-    sizes = (folder, max(1000, 8 * num_envs), LONGEST, FIELDS)
+    # Enough episodes for the capacity: as the steps come again and again, some environments' are far shorter.
+    sizes = (folder, max(1000, 4 * capacity // min(MEAN_LENGTHS)), LONGEST, FIELDS)
     with ReplayBuffer(*sizes, capacity=capacity, spare_slots=2 * num_envs, publish=publish) as buffer:
         for t in range(min(run.repeats, 2 * SHOWN)):
             buffer.add(**steps[t % burst])
