@@ -136,7 +136,7 @@ class WrittenRound(Round):
 
 
 class MappedFiles:
-    """The files of timesteps and the records, mapped so that stores reach them.
+    """The files of narrow fields and the records, mapped so that stores reach them.
 
     Args:
         files: the open files.
@@ -147,21 +147,20 @@ class MappedFiles:
         layout = files.layout
         arrays = layout.arrays
         self.shown = files.map("/episodes").view(np.uint64).reshape(-1, WORDS)[:, SHOWN]
-        files.mapped = self.rows = {
-            name: files.map(name).reshape(layout.rows_shape(name)) for name in layout.schema.fields
-        }
-        fields = layout.schema.fields.items()
-        narrow = [(name, field) for name, field in fields if field.itemsize < WIDE]
-        self._single, self._several = ([self._rows_of(*each, many) for each in narrow] for many in (False, True))
+        fields = layout.schema.fields
+        narrow = {name: field for name, field in fields.items() if field.itemsize < WIDE}
+        files.mapped = {name: files.map(name).reshape(layout.rows_shape(name)) for name in narrow}
+        self._single: list[Rows] = [(name, files.mapped[name], None, field.final) for name, field in narrow.items()]
+        self._several = [self._rows_of(name, field) for name, field in narrow.items()]
         # Of wide fields: the name, the descriptor, the bytes of the header and of a row, `final`.
         self.wide = [
             (name, files.fd[name], len(arrays[name].header), field.itemsize, field.final)
-            for name, field in fields
-            if field.itemsize >= WIDE
+            for name, field in fields.items()
+            if name not in narrow
         ]
         self._large: list[tuple[int, int, int, int]] = []  # descriptor, header, rows a slot, bytes a row
         self._small: list[tuple[int, int, int, int]] = []
-        for name, field in layout.schema.fields.items():
+        for name, field in fields.items():
             size = (files.fd[name], len(arrays[name].header), layout.max_timesteps + field.final, field.itemsize)
             (self._large if size[2] * size[3] >= BLOCK else self._small).append(size)
         # Of small fields, whose space is never given back, several slots are allocated by one call.
@@ -180,9 +179,10 @@ class MappedFiles:
         """The arrays that so many rows are stored to at a time; rows of wide fields are written."""
         return self._single if num_rows == 1 else self._several
 
-    def _rows_of(self, name: str, field: Field, several: bool) -> Rows:
-        rows = self.rows[name]
-        if not several or not field.shape:
+    def _rows_of(self, name: str, field: Field) -> Rows:
+        """The array that rows of several environments are stored to at a time."""
+        rows = self._files.mapped[name]
+        if not field.shape:
             return name, rows, None, field.final
         # Rows are copied as bytes: numpy stores those of a list in half the time that it takes for as short arrays.
         whole = np.dtype((np.void, field.itemsize))
