@@ -289,6 +289,12 @@ class Schema:
         return {name: np.broadcast_to(value, value.shape) for name, value in defaults.items()}
 
     @cached_property
+    def zeros(self) -> dict[str, Array]:
+        """Name -> an entry of zeros, or an empty list, for the fields without a default. Read-only, as `defaults`."""
+        zeros = {n: decode(field.fill, field.dtype) for n, field in self.fields.items() if field.default is None}
+        return {name: np.broadcast_to(value, value.shape) for name, value in zeros.items()}
+
+    @cached_property
     def terminated(self) -> str | None:
         """The field that says that an episode ended and nothing follows: one number or bool, true where not 0."""
         return self._end("terminated")

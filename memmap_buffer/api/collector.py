@@ -280,11 +280,8 @@ class Collector:
         """The columns that are stored, without `complete` also those of fields that were not collected."""
         names = {*schema.all, *(f"{NEXT}{name}" for name in schema.final_names)}
         stored = {name: column for name, column in self.columns.items() if name in names}
-        for name, field in schema.fields.items():
-            if not self._complete and name not in stored and field.default is None:
-                shape = (len(self), self.num_groups, *field.shape)
-                stored[name] = np.broadcast_to(decode(field.fill, field.dtype), shape)
-        return stored
+        zeros, lead = {} if self._complete else schema.zeros, (len(self), self.num_groups)
+        return {**{name: np.broadcast_to(zero, (*lead, *zero.shape)) for name, zero in zeros.items()}, **stored}
 
     def _meta(self, schema: Schema, meta: dict[str, Any]) -> dict[str, Array]:
         """Meta fields repeated for each timestep: (T, G, *field)."""

@@ -71,9 +71,8 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
     """
 
     _own: dict[int, Episode | EpisodeGroup]  # thread -> the episode or the batch that `store` or `store_batch` opened
-    _asked: dict[int, int]  # thread -> how many episodes its batch was to have, of which fewer may fit
+    _asked: WeakKeyDictionary[Episode | EpisodeGroup, int]  # how many episodes a batch was to have; fewer may fit
     _ahead: WeakKeyDictionary[Episode, dict[str, Array]]  # values assigned to its next timestep before that is stored
-    _zeros_of: tuple[Schema | None, dict[str, Array]]  # `_zeros`, and the schema that they belong to
 
     def __init__(
         self,
@@ -99,21 +98,8 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:  # runs for every way to open a buffer
         self = super().__new__(cls)
-        self._own, self._asked, self._ahead, self._zeros_of = {}, {}, WeakKeyDictionary(), (None, {})
+        self._own, self._asked, self._ahead = {}, WeakKeyDictionary(), WeakKeyDictionary()
         return self
-
-    @property
-    def _zeros(self) -> dict[str, Array]:
-        """Name -> zeros, for the fields without a default and outside of groups, which a step may leave out."""
-        schema, (earlier, zeros) = self.schema, self._zeros_of
-        if schema is not earlier:
-            zeros = {
-                name: decode(field.fill, field.dtype)
-                for name, field in schema.fields.items()
-                if field.default is None and "." not in name
-            }
-            self._zeros_of = schema, zeros
-        return zeros
 
     # What is open
 
@@ -153,9 +139,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
     def _opened(self) -> list[Episode]:
         """The open episode as a list, or the episodes of the open batch; [] if none is open, or several are."""
         opened = self.open_episodes
-        if len(opened) != 1:
-            return []
-        return opened[0].episodes if isinstance(opened[0], EpisodeGroup) else [opened[0]]
+        return _members(opened[0]) if len(opened) == 1 else []
 
     def _open_at(self, position: int | np.integer[Any]) -> Episode | None:
         """The open episode at a position that `episode_index` gave, or that lies behind the newest episode; else None.
@@ -185,8 +169,8 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
             batch = "a batch of episodes is open; use store_batch"
             raise EpisodeStateError(f"store: {batch if len(opened) == 1 else _several(opened)}")
         ahead = self._ahead.pop(episode, {}) if self._ahead else {}
-        values = {name: value for name, value in step.items() if value is not None}
-        return episode.store(**{**self._zeros, **ahead, **values})
+        schema = self.schema
+        return episode.store(**{**schema.zeros, **ahead, **_by_name(schema, step)})
 
     def store_batch(self, **batch: Any) -> None:
         """As of `memmap_buffer.ReplayBuffer`; opens episodes if no batch is open.
@@ -205,30 +189,26 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         Args:
             meta_batch: meta field -> (B, *field).
         """
-        self._in_batch("store_meta_batch", meta_batch, lambda group, values: group.update(values))
+        self._in_batch("store_meta_batch", meta_batch, EpisodeGroup.update)
 
     def _in_batch(
         self, what: str, batch: dict[str, Any], store: Callable[[EpisodeGroup, dict[str, Any]], None]
     ) -> None:
         """Pass a batch to the open episodes. Opens new ones if none are open, and drops these if `store` raises."""
-        if not batch:
+        arrays = {name: to_numpy(value) for name, value in _by_name(self.schema, batch).items()}
+        if not arrays:
             raise SchemaError(f"{what}: no data was given; pass field=values")
-        arrays = {name: to_numpy(value) for name, value in batch.items() if value is not None}
-        thread, opened = get_ident(), self.open_episodes
-        new = not opened
-        if new:
-            self._own[thread] = begun = self._begin_batch(what, arrays)
-            opened = [begun]
-        groups = [group for group in opened if isinstance(group, EpisodeGroup)]
+        opened = self.open_episodes
+        groups = [group for group in opened or [self._begin_batch(what, arrays)] if isinstance(group, EpisodeGroup)]
         if len(groups) != 1:
             raise EpisodeStateError(f"{what}: no batch is open; use it within `with buffer.batched_episode(n):`")
         group = groups[0]
-        if group is self._own.get(thread) and self._asked[thread] > len(group):
-            arrays = {n: a[: len(group)] if len(a) == self._asked[thread] else a for n, a in arrays.items()}
+        size = len(group)
+        asked = self._asked.get(group, size)
         try:
-            store(group, arrays)
+            store(group, {n: array[:size] if array.shape[:1] == (asked,) else array for n, array in arrays.items()})
         except BaseException:
-            if new:
+            if not opened:
                 group.abort()
             raise
 
@@ -240,7 +220,7 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         group = self._batch_of_at_most(size)
         if len(group) < size:
             log.warning("%s: %s of %s episodes fit; the others are dropped", self.folder, len(group), size)
-        self._asked[get_ident()] = size
+        self._own[get_ident()], self._asked[group] = group, size
         return group
 
     def _batch_of_at_most(self, size: int) -> EpisodeGroup:
@@ -250,14 +230,16 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
                     return self.begin_batch(count)
             return self.begin_batch(1)
 
-    def _completed(self, group: EpisodeGroup, values: dict[str, Any]) -> dict[str, Any]:
+    def _completed(self, group: EpisodeGroup, values: Mapping[str, Array]) -> dict[str, Array]:
         """The values of a batch; for fields without one the values that were assigned ahead, else zeros."""
         ahead = [self._ahead.pop(episode, {}) for episode in group.episodes] if self._ahead else []
-        zeros = {name: np.broadcast_to(zero, (len(group), *zero.shape)) for name, zero in self._zeros.items()}
-        for name in {name for row in ahead for name in row}:
-            field = self.schema.fields[name]
-            zeros[name] = np.stack([row.get(name, decode(field.fill, field.dtype)) for row in ahead])
-        return {**zeros, **values}
+        fields = {name: self.schema.fields[name] for row in ahead for name in row}
+        assigned = {n: np.stack([row.get(n, decode(f.fill, f.dtype)) for row in ahead]) for n, f in fields.items()}
+        return {**self._zeros(len(group)), **assigned, **values}
+
+    def _zeros(self, count: int) -> dict[str, Array]:
+        """Name -> (count, *field) zeros, for the fields without a default, which a step may leave out."""
+        return {name: np.broadcast_to(zero, (count, *zero.shape)) for name, zero in self.schema.zeros.items()}
 
     def store_episode(self, **arrays: Any) -> None:
         """As of `memmap_buffer.ReplayBuffer`.
@@ -265,12 +247,9 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         Args:
             arrays: as for `memmap_buffer.ReplayBuffer`; a field that is left out gets its default, else zeros.
         """
-        values = {name: value for name, value in arrays.items() if value is not None}
-        columns = [to_numpy(value) for name, value in values.items() if name in self.schema.fields]
-        if columns and columns[0].ndim:
-            length = len(columns[0])
-            values = {n: np.broadcast_to(zero, (length, *zero.shape)) for n, zero in self._zeros.items()} | values
-        super().store_episode(**values)
+        values = _by_name(self.schema, arrays)
+        lengths = [len(array) for n in values if n in self.schema.fields and (array := to_numpy(values[n])).ndim]
+        super().store_episode(**{**(self._zeros(lengths[0]) if lengths else {}), **values})
 
     def advance_episode(self, batch_size: int = 1) -> None:
         """Publish the open episode or batch of episodes; the next `store` or `store_batch` opens another.
@@ -284,23 +263,22 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
             SchemaError: another number of episodes is open.
             EpisodeStateError: several episodes are open, and they are no batch.
         """
-        episodes = self.open_episodes
-        if not episodes:
-            return
-        if len(episodes) > 1:
-            raise EpisodeStateError(f"advance_episode: {_several(episodes)}")
-        opened = episodes[0]
-        size = len(opened) if isinstance(opened, EpisodeGroup) else 1
-        if batch_size not in (size, self._asked.get(get_ident(), size)):
-            raise SchemaError(f"advance_episode: got batch_size={batch_size}, {size} episodes are open; give {size}")
-        if isinstance(opened, EpisodeGroup) or opened.length:
-            opened.publish()
-            self._own.pop(get_ident(), None)
-            self._asked.pop(get_ident(), None)
+        opened = self.open_episodes
+        if len(opened) > 1:
+            raise EpisodeStateError(f"advance_episode: {_several(opened)}")
+        for each in opened:
+            size = len(_members(each))
+            if batch_size not in (size, self._asked.get(each, size)):
+                raise SchemaError(
+                    f"advance_episode: got batch_size={batch_size}, {size} episodes are open; give {size}"
+                )
+            if isinstance(each, EpisodeGroup) or each.length:
+                each.publish()
+                self._own.pop(get_ident(), None)
 
     def clear(self) -> None:
         """Remove every episode, and drop the open ones that `store` and `store_batch` opened."""
-        self._end_own(lambda episode: episode.abort())
+        self._end_own(Episode.abort)
         super().clear()
 
     reset_ = clear
@@ -314,12 +292,10 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
                 super().close()
 
     def _end_own(self, end: Callable[[Episode], None]) -> None:
-        for opened in self._own.values():
-            for episode in opened.episodes if isinstance(opened, EpisodeGroup) else [opened]:
-                if episode.state == "open" and episode.writer.holds:
-                    end(episode)
+        for episode in [episode for opened in self._own.values() for episode in _members(opened)]:
+            if episode.state == "open" and episode.writer.holds:
+                end(episode)
         self._own.clear()
-        self._asked.clear()
 
     # Changing
 
@@ -333,13 +309,12 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         Raises:
             EpisodeIndexError: no visible episode has one of the serials.
         """
-        if indices is None or isinstance(indices, slice | int | np.integer):
-            super().update(indices, **data)
-            return
         with self.turn:
-            wanted = to_numpy(indices)
-            self._require_shown(wanted)
-            super().update(np.searchsorted(self.serials, wanted), **data)
+            if not (indices is None or isinstance(indices, slice | int | np.integer)):
+                serials = to_numpy(indices)
+                self._require_shown(serials)
+                indices = np.searchsorted(self.serials, serials)
+            super().update(indices, **data)
 
     def _require_shown(self, serials: Array) -> None:
         """Raise EpisodeIndexError for the first of some serials that no visible episode has."""
@@ -504,6 +479,15 @@ class ConcatReplayBuffer(ConcatBuffer):
     """A `ConcatBuffer` whose methods that would write raise `ConcatReadOnlyError`, which is a NotImplementedError."""
 
     _refusal = ConcatReadOnlyError
+
+
+def _by_name(schema: Schema, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted name, without those that are None."""
+    return schema.flatten({name: value for name, value in values.items() if value is not None})
+
+
+def _members(opened: Episode | EpisodeGroup) -> list[Episode]:
+    return opened.episodes if isinstance(opened, EpisodeGroup) else [opened]
 
 
 def _several(opened: Sequence[object]) -> str:

@@ -116,33 +116,35 @@ class Column:
         with self._buffer.turn:
             self._assign(*self._resolved(key), value)
 
-    def _assign(self, episodes: list[Episode | int], key: tuple[Any, ...], value: Any, where: Any = True) -> None:
+    def _assign(self, episodes: Episode | list[int], key: tuple[Any, ...], value: Any, where: Any = True) -> None:
         array = to_numpy(value)
         plain = Field(self._field.dtype, ()).encode(array, lead=array.ndim)  # refuses a lossy cast
         values = decode(plain, self._field.dtype)
         with self._buffer.turn:
             # Values may have been read while their episode was open, and be assigned when it is published.
-            episodes = [
-                episode if isinstance(episode, int) or episode.state == "open" else episode.serial
-                for episode in episodes
-            ]
+            if isinstance(episodes, Episode) and episodes.state != "open":
+                episodes = [episodes.serial]
             rows, ends = self._read(episodes)
             if not self._meta and len(key) > 1 and isinstance(key[1], int | np.integer):
                 self._require_within(int(key[1]), ends)
             if where is not True:
                 values = np.where(where, values, rows[key])
             rows[key] = values
-            self._write(episodes, rows, ends)
+            if isinstance(episodes, Episode):
+                self._stage(episodes, rows[0])
+            elif episodes:
+                self._buffer.update(episodes, **{self._name: rows if self._meta else rows[:, : max(ends)]})
 
-    def _resolved(self, key: Any) -> tuple[list[Episode | int], tuple[Any, ...]]:
-        """(the episodes that a key names, an open episode or a serial each; the key for an array of their rows)."""
+    def _resolved(self, key: Any) -> tuple[Episode | list[int], tuple[Any, ...]]:
+        """(the open episode or the serials of the episodes that a key names; the key for an array of their rows)."""
         first, *rest = key if isinstance(key, tuple) else (key,)
         serials = self._buffer.serials
-        if isinstance(first, slice) or first is Ellipsis:
-            chosen = serials[first] if isinstance(first, slice) else serials
-            return chosen.tolist(), (slice(None) if isinstance(first, slice) else first, *rest)
+        if first is Ellipsis:
+            return serials.tolist(), (first, *rest)
+        if isinstance(first, slice):
+            return serials[first].tolist(), (slice(None), *rest)
         if isinstance(first, int | np.integer):
-            return [self._at(first)], (0, *rest)
+            return self._at(first), (0, *rest)
         array = to_numpy(first)
         if array.dtype == np.bool_:
             shape = (len(serials), *self._row)
@@ -159,37 +161,38 @@ class Column:
         self._buffer._require_shown(wanted)
         return wanted.tolist(), (inverse.reshape(array.shape), *rest)
 
-    def _at(self, position: int | np.integer[Any]) -> Episode | int:
-        """The open episode or the serial at a position."""
+    def _at(self, position: int | np.integer[Any]) -> Episode | list[int]:
+        """The open episode, or the serial, at a position."""
         serials, opened = self._buffer.serials, self._buffer._open_at(position)
         if opened is not None:
             return opened
         if isinstance(position, EpisodeIndex) and position.episode.serial in serials:
-            return position.episode.serial
+            return [position.episode.serial]
         if not -len(serials) <= position < len(serials):
             raise EpisodeIndexError(f"episode {position}: the buffer has {len(serials)}", position=position)
-        return int(serials[position])
+        return [int(serials[position])]
 
-    def _read(self, episodes: list[Episode | int]) -> tuple[Array, list[int]]:
+    def _read(self, episodes: Episode | list[int]) -> tuple[Array, list[int]]:
         """(rows (E, *row) of the episodes; for each the number of timesteps that can be assigned to)."""
-        rows = np.zeros((len(episodes), *self._row), self.dtype)  # pages that are not touched take no memory
+        if isinstance(episodes, Episode):
+            values, end = self._staged(episodes)
+            stored, ends = values[None], [end]
+        else:
+            data = self._buffer._of_serials(episodes, self._name)
+            stored, ends = data[self._name], data["_lens"].tolist()
+        if self._meta:
+            return stored, ends
+        rows = np.zeros((len(ends), *self._row), self.dtype)  # pages that are not touched take no memory
         if any(self._fill.tobytes()):
             rows[...] = self._fill
-        data = self._buffer._of_serials([episode for episode in episodes if isinstance(episode, int)], self._name)
-        stored, ends = zip(data[self._name], data["_lens"].tolist(), strict=True), []
-        for k, episode in enumerate(episodes):
-            values, end = next(stored) if isinstance(episode, int) else self._staged(episode)
-            if self._meta:
-                rows[k] = values
-            else:
-                rows[k, :end] = values[:end]
-            ends.append(end)
+        for row, values, end in zip(rows, stored, ends, strict=True):
+            row[:end] = values[:end]
         return rows, ends
 
     def _staged(self, episode: Episode) -> tuple[Array, int]:
         """(rows of an open episode and of its next timestep, their number); of a meta field (its value, 0)."""
         if self._meta:
-            return decode(episode.meta[self._name], self._field.dtype), 0
+            return decode(episode.meta[self._name], self._field.dtype).copy(), 0
         length, following = episode.length, self._buffer._ahead.get(episode, {})
         stored = episode.columns[self._name][:length] if length else np.empty((0, *self._field.shape), self.dtype)
         if length == self._buffer.max_timesteps:
@@ -204,16 +207,6 @@ class Column:
                 f"field {self._name!r}, timestep {t}: the episode has {min(ends)}; assign to a timestep that is stored"
             )
 
-    def _write(self, episodes: list[Episode | int], rows: Array, ends: list[int]) -> None:
-        published = {k: episode for k, episode in enumerate(episodes) if isinstance(episode, int)}
-        if published:
-            longest = max(ends[k] for k in published)
-            values = rows[list(published)] if self._meta else rows[list(published), :longest]
-            self._buffer.update([*published.values()], **{self._name: values})
-        for k, episode in enumerate(episodes):
-            if isinstance(episode, Episode):
-                self._stage(episode, rows[k])
-
     def _stage(self, episode: Episode, values: Array) -> None:
         if self._meta:
             episode[self._name] = values
@@ -222,7 +215,4 @@ class Column:
         if length:
             episode.columns[self._name][:length] = self._field.encode(values[:length], lead=1)
         if length < len(values):
-            ahead = self._buffer._ahead.setdefault(episode, {})
-            ahead.pop(self._name, None)
-            if values[length].tobytes() != self._fill.tobytes():
-                ahead[self._name] = values[length]
+            self._buffer._ahead.setdefault(episode, {})[self._name] = values[length].copy()

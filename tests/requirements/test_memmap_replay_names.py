@@ -288,10 +288,21 @@ def test_what_store_opened_is_published_by_close_and_dropped_by_clear(tmp_path):
     assert [(e["x"], e["tag"]) for _, e in shown(ReplayBuffer.from_folder(tmp_path))] == [([2], 0), ([3], 7), ([4], 8)]
 
 
+def test_a_member_of_a_group_that_a_step_leaves_out_is_zeros(tmp_path):
+    with ReplayBuffer(tmp_path, 4, 3, {"x": {"a": "float", "b": ("int", 2)}}) as buffer:
+        buffer.store(x={"a": 1})
+        buffer.advance_episode()
+        buffer.store_batch(x={"a": [2, 3]})
+        buffer.advance_episode(2)
+        buffer.store_episode(x={"b": [[4, 5], [6, 7]]})
+        groups = [e["x"] for _, e in shown(buffer)]
+        assert groups == [*({"a": [a], "b": [[0, 0]]} for a in (1, 2, 3)), {"a": [0, 0], "b": [[4, 5], [6, 7]]}]
+
+
 def test_a_batch_that_raises_opens_nothing(tmp_path):
     with ring(tmp_path) as buffer:
         bad = {
-            "no data": {},
+            "no data": {"x": None},
             "'z'": {"z": [1]},
             "a batch of 2": {"x": [1, 2, 3], "y": [[1, 2]] * 2},
             "at least one": {"x": 1},
