@@ -113,28 +113,27 @@ def export_memmap_replay_buffer(
         "h5py_compression": compression,
         "h5py_compression_opts": None,
     }
-    _require_narrow(buffer)
-    folder = path_of(path)
+    folder, columns = path_of(path), {}
     with ExitStack() as opened:
         opened.enter_context(removed_on_error(folder))
         folder.mkdir(parents=True)
         file = opened.enter_context(h5py.File(folder / "data.h5", "x"))
         for name, field in schema.all.items():
-            steps = () if name in schema.meta_fields else (buffer.max_timesteps,)
-            place, chunks = f"{'data' if steps else 'meta'}_{name}", (*[1] * (1 + len(steps)), *field.shape)
-            how = {"chunks": chunks, "compression": compression} if compression else {}
-            file.create_dataset(place, (count, *steps, *field.shape), KINDS[kinds[name]], **how)
-        file.create_dataset(f"meta_{LENGTHS}", (count,), np.int32)
-        file.create_dataset("meta__initted", (count,), np.bool_)
+            place, lead = ("meta", (count,)) if name in schema.meta_fields else ("data", (count, buffer.max_timesteps))
+            how = {"chunks": (*[1] * len(lead), *field.shape), "compression": compression} if compression else {}
+            shape = (*lead, *field.shape)
+            columns[name] = file.create_dataset(f"{place}_{name}", shape, KINDS[kinds[name]], **how)
         for i, (rows, episode) in enumerate(episodes):
-            length = len(rows)
-            for name in schema.fields:
-                file[f"data_{name}"][i, :length] = episode[name][:length].astype(KINDS[kinds[name]])
-            for name in schema.meta_fields:
-                file[f"meta_{name}"][i] = episode[name].astype(KINDS[kinds[name]])
-            file[f"meta_{LENGTHS}"][i], file["meta__initted"][i] = length, True
-        (folder / "metadata.pkl").write_bytes(dumps(config, protocol=2))
+            for name, column in columns.items():
+                values = _narrowed(name, episode[name], kinds[name])
+                if name in schema.fields:
+                    column[i, : len(rows)] = values[: len(rows)]
+                else:
+                    column[i] = values
+        file[f"meta_{LENGTHS}"] = np.pad(episodes.lengths, (0, count - stored)).astype(np.int32)
+        file["meta__initted"] = np.arange(count) < stored
         file.attrs.update({"num_episodes": stored, "episode_index": stored % count, "timestep_index": 0})
+        (folder / "metadata.pkl").write_bytes(dumps(config, protocol=2))
 
 
 def _kind_of(name: str, field: Field) -> str:
@@ -149,20 +148,16 @@ def _kind_of(name: str, field: Field) -> str:
     return spelling
 
 
-def _require_narrow(buffer: ReplayBuffer) -> None:
-    """Raise SchemaError if int32 does not hold one of the buffer's whole numbers."""
-    wide = {name: field.storage for name, field in buffer.schema.all.items() if field.storage.kind in "iu"}
-    names = [name for name, dtype in wide.items() if not np.can_cast(dtype, np.int32)]
-    for i in range(len(buffer) if names else 0):
-        columns = buffer.episodes([i], fields=[name for name in names if name in buffer.schema.fields])
-        for name in names:
-            low, high = columns[name].min(), columns[name].max()
-            if not -(2**31) <= low <= high < 2**31:
-                raise SchemaError(
-                    f"field {name!r}: got {low} … {high}, more than int32 holds, which memmap-replay-buffer has for "
-                    "whole numbers; export a copy without it (`snapshot`, then `drop_field`)",
-                    field=name,
-                )
+def _narrowed(name: str, values: Any, kind: str) -> Any:
+    """Values as the layout has them. Raises SchemaError if int32 does not hold one of some whole numbers."""
+    low, high = (values.min(), values.max()) if kind == "int" and values.size else (0, 0)
+    if not -(2**31) <= low <= high < 2**31:
+        raise SchemaError(
+            f"field {name!r}: got {low} … {high}, more than int32 holds, which memmap-replay-buffer has for whole "
+            "numbers; export a copy without it (`snapshot`, then `drop_field`)",
+            field=name,
+        )
+    return values.astype(KINDS[kind])
 
 
 def _plain(default: Any) -> tuple[Any, ...]:
