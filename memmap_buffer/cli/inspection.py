@@ -49,6 +49,9 @@ def info(
     For a URL: how many shards, episodes, steps and bytes it has, from one small object, and how much of it is here.
     """
     if is_url(place):
+        if reward != "reward":
+            what = f"got {reward!r} for a URL, of which no returns are told"
+            raise Problem(f"--reward: {what}; leave it out, or name a folder that `pull` made")
         info_of_url(place, options, cache, as_json)
         return
     folder = Path(place)

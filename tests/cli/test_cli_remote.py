@@ -36,6 +36,18 @@ def test_a_root_of_shards_is_published_listed_and_pulled(tmp_path: Path, capsys:
     assert [verify(tmp_path / "back" / name) for name in names] == [[], []]
 
 
+def test_of_a_url_no_returns_are_told_so_a_reward_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main("info", f"file://{tmp_path}", "--reward", "nope") == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == (
+        "",
+        "memmap-buffer: --reward: got 'nope' for a URL, of which no returns are told; leave it out, or name a folder "
+        "that `pull` made\n",
+    )
+
+
 @pytest.mark.parametrize("command", [("publish", "one"), ("pull", "back"), ("ls",), ("info",)])
 def test_what_fails_is_one_line_without_secrets(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
