@@ -61,14 +61,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     require_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    place = _temporary(target)
-    try:
-        with _errors_naming(target, place):
-            yield place
-            place.rename(target)  # replaces an empty folder (rename(2))
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
+    with _moved(target) as place:
+        yield place
 
 
 @contextmanager
@@ -84,13 +78,8 @@ def new_file(out: Path, yes: bool) -> Iterator[Path]:
         raise Problem(f"{out}: it is there already, and was left as it is")
     if not out.parent.is_dir():
         raise Problem(f"{out}: there is no folder {out.parent}; make it first")
-    folder = _temporary(out)
-    try:
-        with _errors_naming(out, folder / out.name, folder):
-            yield folder / out.name
-            (folder / out.name).replace(out)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with _moved(out, out.name) as place:
+        yield place
     say(f"wrote {out}")
 
 
@@ -100,24 +89,22 @@ def require_new(target: Path) -> None:
         raise Problem(f"{target}: there is something already; give a new folder")
 
 
-def _temporary(target: Path) -> Path:
+@contextmanager
+def _moved(target: Path, name: str = "") -> Iterator[Path]:
+    """A temporary folder, or a path in it, that becomes `target` after the block. Errors of the block name `target`."""
     try:
-        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise Problem(f"{target}: {error.strerror}") from error
-
-
-@contextmanager
-def _errors_naming(target: Path, *places: Path) -> Iterator[None]:
-    """A block whose errors name `target` instead of the temporary places."""
     try:
-        yield
+        yield folder / name
+        (folder / name).replace(target)  # also an empty folder (rename(2))
     except BrokenPipeError:
         raise
     except (MemmapBufferError, OSError) as error:
-        text = str(error)
-        for place in places:
-            text = text.replace(str(place), str(target))
+        text = str(error).replace(str(folder / name), str(target)).replace(str(folder), str(target))
         if text == str(error):
             raise
         raise Problem(text) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
