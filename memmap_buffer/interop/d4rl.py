@@ -19,9 +19,9 @@ from memmap_buffer.interop.episodes import (
     episode_bounds,
     exported_episodes,
     import_episodes,
+    put_when_whole,
     read_extra,
     read_names,
-    removed_on_error,
     require_fields,
     require_kinds,
     require_places,
@@ -131,7 +131,7 @@ def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
     places |= {ours: theirs for theirs, ours in STEPS.items() if ours in places}
     require_places(places, "D4RL")
     episodes, place = exported_episodes(buffer), path_of(path)
-    with removed_on_error(place), h5py.File(place, "x") as file:
+    with put_when_whole(place) as new, h5py.File(new / place.name, "x") as file:
         steps = episodes.num_steps
         for name, array in places.items():
             field = buffer.schema.fields[name]

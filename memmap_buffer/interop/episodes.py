@@ -9,9 +9,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import EEXIST
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from memmap_buffer import (
     ConcatBuffer,
     CorruptBufferError,
     Field,
+    MemmapBufferError,
     ReplayBuffer,
     Schema,
     SchemaError,
@@ -158,25 +161,41 @@ class ExportedEpisodes:
 
 
 @contextmanager
-def removed_on_error(*places: Path) -> Iterator[None]:
-    """A block that writes an export; after an error nothing of it is left, which would look like all of it.
+def put_when_whole(*places: Path, replace: bool = False) -> Iterator[Path]:
+    """A new folder in which the block makes files and folders by the names of `places`; at its end each is moved there.
+
+    After an error or a kill nothing is at the places that would look like the whole of it. A kill leaves the new
+    folder, which is hidden.
 
     Args:
-        places: the files and folders that the block makes. What was there before stays.
+        places: of files and folders in one folder, which is made if it is missing. The block need not make all of them;
+            they are moved in this order.
+        replace: whether a file that is at its place already is replaced; a link stays, and the file it leads to is.
+
+    Raises:
+        FileExistsError: something is at a place already, or came to it during the block.
     """
-    resolved = [place.resolve() for place in places]  # a link stays, also one that leads to nothing yet
-    new = [place for place in resolved if not place.exists()]
+    parent = places[0].resolve().parent
+
+    def require_new() -> None:
+        for place in places:
+            if not replace and (place.exists() or place.is_symlink()):
+                raise FileExistsError(EEXIST, "it exists already; give a new name", str(place))
+
+    require_new()
+    parent.mkdir(parents=True, exist_ok=True)
+    new = Path(mkdtemp(prefix=f".{places[0].name}.", dir=parent))
     try:
-        yield
-    except FileExistsError:  # another export made it since, and goes on
+        yield new
+        require_new()
+        for place in places:
+            if (new / place.name).exists():
+                (new / place.name).replace(place.resolve())
+    except MemmapBufferError as error:
+        error.args = (str(error).replace(str(new), str(places[0].parent)),)
         raise
-    except BaseException:
-        for place in new:
-            if place.is_dir():
-                rmtree(place, ignore_errors=True)
-            else:
-                place.unlink(missing_ok=True)
-        raise
+    finally:
+        rmtree(new, ignore_errors=True)
 
 
 def ends_of(schema: Schema, episode: Mapping[str, Any], length: int) -> tuple[BoolArray, BoolArray]:

@@ -12,7 +12,6 @@ import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,15 @@ import numpy as np
 
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, RunningStatistics, SchemaError
 from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, frames_of, path_of
+from memmap_buffer.interop.columns import dtype_of
 from memmap_buffer.interop.episodes import (
     ExportedEpisodes,
     episode_bounds,
     exported_episodes,
     import_episodes,
+    put_when_whole,
     read_extra,
     read_names,
-    removed_on_error,
     require_places,
 )
 from memmap_buffer.interop.target import Target
@@ -39,7 +39,7 @@ with extra("lerobot"):
     import pyarrow.parquet as pq
     from PIL import Image
 
-    from memmap_buffer.interop.parquet import column_of, require_tables
+    from memmap_buffer.interop.parquet import TableWriter, column_of, require_tables
 
 VERSION = "v3.0"
 COUNTERS = ("index", "frame_index", "episode_index")
@@ -153,33 +153,30 @@ def export_lerobot(
     root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
     rate = rate_of(buffer, imported, fps)
     _require_exportable(buffer, root, vcodec)
-    imported_features, tasks = imported.get("features") or {}, Tasks(buffer, imported)
+    features, tasks = entries_of(buffer, imported, videos), Tasks(buffer, imported)
     stored = exported_episodes(buffer)
     statistics = FeatureStatistics(stored.num_steps)
-    features: dict[str, Any] = {}
-    films: dict[str, _Film] = {}
-    written = (root / name for name in ("meta", "data", "videos"))
-    with removed_on_error(*written):
+    with put_when_whole(*(root / name for name in ("data", "videos", "meta"))) as new:
         with ExitStack() as files:
-            data, episodes = (files.enter_context(closing(_Table(root / name))) for name in (DATA, EPISODES))
+            data = files.enter_context(closing(TableWriter(new / DATA, 1)))
+            episodes = files.enter_context(closing(TableWriter(new / EPISODES, GROUP)))
+            films = {
+                name: files.enter_context(closing(_Film(new, name, rate, vcodec, crf)))
+                for name, about in features.items()
+                if about["dtype"] == "video"
+            }
             for row, columns in exported(stored, imported, rate, tasks):
-                if not features:
-                    for name in _films_of(columns, videos, imported_features):
-                        films[name] = files.enter_context(closing(_Film(root, name, rate, vcodec, crf)))
                 columns |= {name: frames_of(columns[name], name) for name in films}
-                data.write(pa.table({name: _arrow(column) for name, column in columns.items() if name not in films}))
+                data.add(pa.table({name: _arrow(column) for name, column in columns.items() if name not in films}))
                 for film in films.values():
                     row |= film.write(columns)
-                episodes.add(row | statistics.add(columns))
-                features = features or {
-                    name: feature_of(column, imported_features.get(name), video=name in films)
-                    for name, column in columns.items()
-                }
+                episodes.add(pa.Table.from_pylist([row | statistics.add(columns)]))
         features |= {name: {**features[name], "info": film.info()} for name, film in films.items()}
-        pq.write_table(tasks.table(), root / TASKS)
         counts = {"total_episodes": len(stored), "total_frames": stored.num_steps, "total_tasks": len(tasks.texts)}
-        _write_json(root / "meta/stats.json", statistics.whole())
-        _write_json(root / "meta/info.json", info_of(counts, rate, imported, features))
+        facts = {"stats": statistics.whole(), "info": info_of(counts, rate, imported, features)}
+        for name, fact in facts.items():
+            (new / f"meta/{name}.json").write_text(json.dumps(fact, indent=4), encoding="utf-8")
+        pq.write_table(tasks.table(), new / TASKS)
 
 
 def _require_exportable(buffer: ReplayBuffer, root: Path, vcodec: str) -> None:
@@ -212,24 +209,26 @@ class _Source:
 
     def __init__(self, root: Path, *, decodes: bool) -> None:
         self.root, self._info = root, _info(root)
-        features = {name: about for name, about in self._info["features"].items() if name not in COUNTERS}
-        videos = {name: about for name, about in features.items() if about["dtype"] == "video"}
-        self.cameras = videos if decodes else {}
-        tables = {name: about for name, about in features.items() if name not in videos}
-        self._files = [_DataFile(file, tables) for file in sorted((root / "data").glob("chunk-*/file-*.parquet"))]
-        self.lengths = [stop - start for file in self._files for start, stop in file.bounds]
+        videos = {name for name, about in self._info["features"].items() if about["dtype"] == "video"}
+        unwanted = {*COUNTERS} if decodes else {*COUNTERS, *videos}
+        features = {name: about for name, about in self._info["features"].items() if name not in unwanted}
+        self.cameras = {name: about for name, about in features.items() if name in videos}
+        self._tables = {name: about for name, about in features.items() if name not in videos}
+        self._bounds = {file: _bounds(file) for file in sorted((root / "data").glob("chunk-*/file-*.parquet"))}
+        self.lengths = [stop - start for bounds in self._bounds.values() for start, stop in bounds]
         if not self.lengths:
             raise NotABufferError(f"{root}: it has no episodes in data/", path=root)
         self.tasks, self.names = _tasks(root), Names()
-        wanted = [name for name in features if name in tables or name in self.cameras]
-        self.ours = {name: RENAMED.get(name) or self.names.named(name.split(".")) for name in wanted}
+        self.ours = {name: RENAMED.get(name) or self.names.named(name.split(".")) for name in features}
+        self._read: tuple[Path, dict[str, Any]] = root, {}
 
     def fields(self) -> dict[str, Field]:
         """The fields of the features in tables; texts are as wide as the longest of all files."""
-        columns = {**self._files[0].columns}
+        columns = {**self._columns(next(iter(self._bounds)))}
         for name in [name for name, column in columns.items() if column.dtype.kind == "U"]:
-            columns[name] = max((file.column(name) for file in self._files), key=lambda texts: texts.dtype.itemsize)
-        return {self.ours[name]: _field(column) for name, column in columns.items()}
+            texts = (_column(f, pq.read_table(f, columns=[name]), name, self._tables[name]) for f in self._bounds)
+            columns[name] = max(texts, key=lambda column: column.dtype.itemsize)
+        return {self.ours[name]: _field(columns[name]) for name in self._tables}
 
     def facts(self) -> dict[str, Any]:
         """The content of `extra/lerobot.json`, for exports."""
@@ -245,63 +244,46 @@ class _Source:
             cameras: of the data set.
             ends: the fields that end episodes.
         """
-        for file in self._files:
-            for start, stop in file.bounds:
-                yield self._parts(cameras, ends, file, range(start, stop))
-            file.forget()
+        for file, bounds in self._bounds.items():
+            for start, stop in bounds:
+                yield self._parts(cameras, ends, file, slice(start, stop))
 
-    def _parts(
-        self, cameras: _Cameras, ends: set[str | None], file: _DataFile, span: range
-    ) -> Iterator[dict[str, Any]]:
-        rows = {self.ours[name]: column[span.start : span.stop] for name, column in file.columns.items()}
-        task = {"task": self.tasks.get(file.number("task_index", span.start), "")}
-        ends_within = any(np.count_nonzero(rows[name][:-1]) for name in rows.keys() & ends)
-        size = len(span) if ends_within else cameras.frames_at_once  # `extend` takes an end at its last step alone
-        for at in range(0, len(span), size):
-            part = span[at : at + size]
-            images = cameras.read(file, part) if self.cameras else {}
-            columns = {name: column[at : at + size] for name, column in rows.items()}
-            yield columns | {self.ours[name]: image for name, image in images.items()} | task
+    def _parts(self, cameras: _Cameras, ends: set[str | None], file: Path, rows: slice) -> Iterator[dict[str, Any]]:
+        stored = {name: column[rows] for name, column in self._columns(file).items()}
+        columns = {self.ours[name]: stored[name] for name in self._tables}
+        episode, task = (int(stored[name][0]) if name in stored else -1 for name in ("episode_index", "task_index"))
+        if cameras.sizes and "timestamp" not in stored:
+            raise CorruptBufferError(f"{file}: it has no column 'timestamp', by which frames are found")
+        length = rows.stop - rows.start
+        ends_within = any(np.count_nonzero(columns[name][:-1]) for name in columns.keys() & ends)
+        size = length if ends_within else cameras.frames_at_once  # `extend` takes an end at its last step alone
+        for at in range(0, length, size):
+            part = slice(at, at + size)
+            images = cameras.read(episode, stored["timestamp"][part]) if cameras.sizes else {}
+            yield {
+                **{name: column[part] for name, column in columns.items()},
+                **{self.ours[name]: image for name, image in images.items()},
+                "task": self.tasks.get(task, ""),
+            }
+
+    def _columns(self, file: Path) -> dict[str, Any]:
+        """(rows, *shape) of each feature in tables and of the counters; those of the last file are kept."""
+        if self._read[0] != file:
+            self._read = self.root, {}  # gives its memory back before more is read
+            table = pq.read_table(file)
+            counters = {name: {"dtype": "int64"} for name in ("episode_index", "task_index")}
+            there = {name: about for name, about in counters.items() if name in table.column_names}
+            self._read = (
+                file,
+                {name: _column(file, table, name, about) for name, about in (there | self._tables).items()},
+            )
+        return self._read[1]
 
 
-class _DataFile:
-    """A Parquet file in `data/`, whose columns are read when they are asked for.
-
-    Args:
-        path: of the file.
-        features: feature in the file -> its entry in `meta/info.json`.
-    """
-
-    def __init__(self, path: Path, features: Mapping[str, Any]) -> None:
-        self.path, self._features = path, features
-
-    @cached_property
-    def bounds(self) -> list[tuple[int, int]]:
-        """(first row, row after the last) of each episode."""
-        numbers = pq.read_table(self.path, columns=["episode_index"])["episode_index"].to_numpy()
-        return episode_bounds(np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)])
-
-    @cached_property
-    def _table(self) -> Any:
-        return pq.read_table(self.path)
-
-    @cached_property
-    def columns(self) -> dict[str, Any]:
-        """(rows, *shape) of each feature."""
-        return {name: _column(self.path, self._table, name, about) for name, about in self._features.items()}
-
-    def column(self, name: str) -> Any:
-        """(rows, *shape) of a single feature, which is not kept."""
-        return _column(self.path, pq.read_table(self.path, columns=[name]), name, self._features[name])
-
-    def number(self, name: str, row: int) -> int:
-        """The number in a column at a row; -1 if there is no such column."""
-        return int(self._table[name][row].as_py()) if name in self._table.column_names else -1
-
-    def forget(self) -> None:
-        """Give back the memory of the columns that were read."""
-        self.__dict__.pop("columns", None)
-        self.__dict__.pop("_table", None)
+def _bounds(file: Path) -> list[tuple[int, int]]:
+    """(first row, row after the last) of each episode in a file of `data/`."""
+    numbers = pq.read_table(file, columns=["episode_index"])["episode_index"].to_numpy()
+    return episode_bounds(np.append(numbers[1:] != numbers[:-1], True)[: len(numbers)])
 
 
 class _Cameras:
@@ -327,14 +309,11 @@ class _Cameras:
             1, AT_ONCE // max(1, sum(3 * height * width for height, width in self.sizes.values()))
         )
         self._places = {name: _places(root, name) for name in features}
-        self._open: dict[str, tuple[Path, FilmReader]] = {}
+        self._open: dict[str, FilmReader] = {}
 
-    def read(self, file: _DataFile, rows: range) -> dict[str, Any]:
-        """Feature -> (rows, height, width, 3) uint8, the frames of rows that belong to one episode."""
-        if "timestamp" not in file.columns:
-            raise CorruptBufferError(f"{file.path}: it has no column 'timestamp', by which frames are found")
-        times = file.columns["timestamp"][rows.start : rows.stop].reshape(-1).astype(np.float64)
-        episode = file.number("episode_index", rows.start)
+    def read(self, episode: int, timestamps: Any) -> dict[str, Any]:
+        """Feature -> (rows, height, width, 3) uint8, the frames of an episode by their timestamps, (rows, …)."""
+        times = timestamps.reshape(-1).astype(np.float64)
         return {name: self._frames(name, episode, times) for name in self.sizes}
 
     def _frames(self, name: str, episode: int, times: Any) -> Any:
@@ -342,19 +321,16 @@ class _Cameras:
             raise CorruptBufferError(f"{self._root}/meta/episodes: it has no video of {name!r} of episode {episode}")
         chunk, number, start = self._places[name][episode]
         place = self._root / VIDEO.format(name, chunk, number)
-        if self._open.get(name, (None,))[0] != place:
-            self._close(name)
-            self._open[name] = place, FilmReader(place, self.sizes[name])
+        if name in self._open and self._open[name].place != place:
+            self._open.pop(name).close()
+        if name not in self._open:
+            self._open[name] = FilmReader(place, self.sizes[name])
         slack = np.spacing(np.float32(start + times.max()))  # timestamps are float32
-        return self._open[name][1].read(start + times, self._tolerance + float(slack))
-
-    def _close(self, name: str) -> None:
-        if name in self._open:
-            self._open.pop(name)[1].close()
+        return self._open[name].read(start + times, self._tolerance + float(slack))
 
     def close(self) -> None:
-        for name in list(self._open):
-            self._close(name)
+        while self._open:
+            self._open.popitem()[1].close()
 
 
 def _size(root: Path, name: str, about: Mapping[str, Any]) -> tuple[int, int]:
@@ -453,54 +429,6 @@ class Tasks:
         metadata = {"index_columns": ["task"], "column_indexes": [], "columns": columns}
         table = pa.table({"task_index": pa.array(range(len(self.texts)), pa.int64()), "task": self.texts})
         return table.replace_schema_metadata({"pandas": json.dumps(metadata)})
-
-
-class _Table:
-    """A Parquet file; the first table that is written to it determines its columns."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._writer: Any = None
-        self._rows: list[dict[str, Any]] = []
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Add a row. Rows are written `GROUP` at a time, as a row group for each would take milliseconds."""
-        self._rows.append(row)
-        if len(self._rows) == GROUP:
-            self._flush()
-
-    def write(self, table: Any) -> None:
-        if self._writer is None:
-            self._path.parent.mkdir(parents=True)
-            self._writer = pq.ParquetWriter(self._path, table.schema)
-        self._writer.write_table(table)
-
-    def _flush(self) -> None:
-        if self._rows:
-            self.write(pa.Table.from_pylist(self._rows))
-            self._rows = []
-
-    def close(self) -> None:
-        self._flush()
-        if self._writer is not None:
-            self._writer.close()
-
-
-def _films_of(
-    columns: Mapping[str, Any], videos: bool | Sequence[str] | None, imported_features: Mapping[str, Any]
-) -> list[str]:
-    """The names of the features that become videos. Raises SchemaError if one is no image."""
-    images = [name for name, column in columns.items() if is_image(column)]
-    if videos is None:
-        return [name for name in images if imported_features.get(name, {}).get("dtype") == "video"]
-    wanted = images if videos is True else list(videos or ())
-    for name in wanted:
-        if name not in images:
-            raise SchemaError(
-                f"videos: got {name!r}, expected features of uint8 images, (height, width, 1 or 3): "
-                f"{', '.join(images) or 'there are none'}"
-            )
-    return wanted
 
 
 class _Film:
@@ -640,10 +568,6 @@ def info_of(
     }
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=4), encoding="utf-8")
-
-
 def _info(root: Path) -> dict[str, Any]:
     path = root / "meta" / "info.json"
     try:
@@ -733,7 +657,33 @@ def _png(image: Any) -> bytes:
     return file.getvalue()
 
 
-def feature_of(column: Any, imported: Mapping[str, Any] | None, *, video: bool = False) -> Mapping[str, Any]:
+def entries_of(
+    buffer: ReplayBuffer, imported: Mapping[str, Any], videos: bool | Sequence[str] | None = None
+) -> dict[str, Mapping[str, Any]]:
+    """The entry of each feature in `meta/info.json`; `videos` as for `export_lerobot`. Raises SchemaError as there."""
+    imported_features: Mapping[str, Any] = imported.get("features") or {}
+    columns = {
+        feature: shaped(np.zeros((1, *field.shape), dtype_of(field)), imported_features.get(feature))
+        for (name, feature), field in zip(
+            features_of(buffer, imported).items(), buffer.schema.fields.values(), strict=True
+        )
+    }
+    columns.setdefault("timestamp", np.zeros(1, np.float32))
+    columns |= dict.fromkeys(("task_index", *COUNTERS), np.zeros(1, np.int64))
+    images = [name for name, column in columns.items() if is_image(column)]
+    if videos is None:
+        videos = [name for name in images if imported_features.get(name, {}).get("dtype") == "video"]
+    films = images if videos is True else list(videos or ())
+    for name in films:
+        if name not in images:
+            raise SchemaError(
+                f"videos: got {name!r}, expected features of uint8 images, (height, width, 1 or 3): "
+                f"{', '.join(images) or 'there are none'}"
+            )
+    return {name: _entry(column, imported_features.get(name), video=name in films) for name, column in columns.items()}
+
+
+def _entry(column: Any, imported: Mapping[str, Any] | None, *, video: bool) -> Mapping[str, Any]:
     """The entry of a feature in `meta/info.json`: as in the imported data set if that still fits, else a new one."""
     shape, kind, names = list(column.shape[1:]) or [1], column.dtype.name, None
     if is_image(column):

@@ -25,12 +25,11 @@ from memmap_buffer.interop.lerobot import (
     COUNTERS,
     FeatureStatistics,
     Tasks,
+    entries_of,
     exported,
-    feature_of,
     features_of,
     info_of,
     rate_of,
-    shaped,
 )
 
 CAMERAS = ("image", "video")
@@ -183,8 +182,12 @@ class DiskLeRobotMetadata:
         self.serials, lengths = disk.serials, disk.episode_lens
         ends = np.cumsum(lengths)
         self.bounds = np.stack([ends - lengths, ends], axis=1)
-        imported_features = imported.get("features") or {}
-        self.stored = {feature: field for field, feature in features_of(disk, imported).items() if field != "valid"}
+        stored = features_of(disk, imported)
+        entries = {
+            name: {**about, "shape": tuple(about["shape"])} for name, about in entries_of(disk, imported).items()
+        }
+        entries.pop(stored.pop("valid", ""), None)
+        self.stored = {feature: field for field, feature in stored.items()}
         self._tasks = Tasks(disk, imported)
         self.texts, self.task_of = self._tasks.texts, None
         if not self._tasks.by_frame:
@@ -192,7 +195,7 @@ class DiskLeRobotMetadata:
             self.task_of = np.array([self._tasks.number_of(str(text)) for text in texts])
         self._imported, self._stats = imported, _read_stats(imported, len(lengths), int(ends[-1]))
         totals = {"total_episodes": len(lengths), "total_frames": int(ends[-1]), "total_tasks": len(self.texts)}
-        self.info = info_of(totals, rate, imported, self._features(imported_features))
+        self.info = info_of(totals, rate, imported, entries)
         columns = {
             "episode_index": np.arange(len(lengths)),
             "length": lengths,
@@ -200,16 +203,6 @@ class DiskLeRobotMetadata:
             "dataset_to_index": self.bounds[:, 1],
         }
         self.episodes = _Table({name: column.tolist() for name, column in columns.items()})
-
-    def _features(self, imported_features: Mapping[str, Any]) -> dict[str, Any]:
-        """Feature -> the entry that an export would write into `meta/info.json`."""
-        fields = self._disk.schema.fields
-        columns = {name: _example(fields[ours], imported_features.get(name)) for name, ours in self.stored.items()}
-        columns.setdefault("timestamp", np.zeros(1, np.float32))
-        columns |= {name: np.zeros(1, np.int64) for name in ("task_index", *COUNTERS)}
-        films = {name for name, about in imported_features.items() if about["dtype"] == "video"}
-        entries = {name: feature_of(x, imported_features.get(name), video=name in films) for name, x in columns.items()}
-        return {name: {**about, "shape": tuple(about["shape"])} for name, about in entries.items()}
 
     @property
     def features(self) -> dict[str, Any]:
@@ -340,12 +333,6 @@ def _layout(about: Mapping[str, Any], field: Field) -> str:
         declared_first = tuple(about["shape"]) == field.shape and "channel" in (about["names"] or [""])[0]
         return "first" if declared_first or field.shape[-1] not in (1, 3) else "last"
     return "scalar" if field.shape == (1,) else ""
-
-
-def _example(field: Field, feature: Mapping[str, Any] | None) -> Array:
-    """A feature of one frame, of zeros: (1, *shape)."""
-    dtype = np.float32 if str(field.dtype) == "bfloat16" else field.dtype
-    return np.asarray(shaped(np.zeros((1, *field.shape), dtype), feature))
 
 
 def _frames_of(deltas: Mapping[str, Sequence[float]], fps: float, tolerance: float) -> dict[str, list[int]]:

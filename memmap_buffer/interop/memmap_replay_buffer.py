@@ -16,7 +16,7 @@ import numpy as np
 
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import AnyPath, IfExists, extra, path_of
-from memmap_buffer.interop.episodes import exported_episodes, import_episodes, removed_on_error, require_kinds
+from memmap_buffer.interop.episodes import exported_episodes, import_episodes, put_when_whole, require_kinds
 from memmap_buffer.interop.safe_pickle import safe_loads
 from memmap_buffer.interop.target import Target
 
@@ -114,26 +114,28 @@ def export_memmap_replay_buffer(
         "h5py_compression_opts": None,
     }
     folder, columns = path_of(path), {}
-    with ExitStack() as opened:
-        opened.enter_context(removed_on_error(folder))
-        folder.mkdir(parents=True)
-        file = opened.enter_context(h5py.File(folder / "data.h5", "x"))
-        for name, field in schema.all.items():
-            place, lead = ("meta", (count,)) if name in schema.meta_fields else ("data", (count, buffer.max_timesteps))
-            how = {"chunks": (*[1] * len(lead), *field.shape), "compression": compression} if compression else {}
-            shape = (*lead, *field.shape)
-            columns[name] = file.create_dataset(f"{place}_{name}", shape, KINDS[kinds[name]], **how)
-        for i, (rows, episode) in enumerate(episodes):
-            for name, column in columns.items():
-                values = _narrowed(name, episode[name], kinds[name])
-                if name in schema.fields:
-                    column[i, : len(rows)] = values[: len(rows)]
-                else:
-                    column[i] = values
-        file[f"meta_{LENGTHS}"] = np.pad(episodes.lengths, (0, count - stored)).astype(np.int32)
-        file["meta__initted"] = np.arange(count) < stored
-        file.attrs.update({"num_episodes": stored, "episode_index": stored % count, "timestep_index": 0})
-        (folder / "metadata.pkl").write_bytes(dumps(config, protocol=2))
+    with put_when_whole(folder) as new:
+        made = new / folder.name
+        made.mkdir()
+        with h5py.File(made / "data.h5", "x") as file:
+            for name, field in schema.all.items():
+                place, lead = (
+                    ("meta", (count,)) if name in schema.meta_fields else ("data", (count, buffer.max_timesteps))
+                )
+                how = {"chunks": (*[1] * len(lead), *field.shape), "compression": compression} if compression else {}
+                shape = (*lead, *field.shape)
+                columns[name] = file.create_dataset(f"{place}_{name}", shape, KINDS[kinds[name]], **how)
+            for i, (rows, episode) in enumerate(episodes):
+                for name, column in columns.items():
+                    values = _narrowed(name, episode[name], kinds[name])
+                    if name in schema.fields:
+                        column[i, : len(rows)] = values[: len(rows)]
+                    else:
+                        column[i] = values
+            file[f"meta_{LENGTHS}"] = np.pad(episodes.lengths, (0, count - stored)).astype(np.int32)
+            file["meta__initted"] = np.arange(count) < stored
+            file.attrs.update({"num_episodes": stored, "episode_index": stored % count, "timestep_index": 0})
+        (made / "metadata.pkl").write_bytes(dumps(config, protocol=2))
 
 
 def _kind_of(name: str, field: Field) -> str:

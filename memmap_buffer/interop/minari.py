@@ -34,9 +34,9 @@ from memmap_buffer.adapters import (
 from memmap_buffer.interop.columns import InferredFields, as_text, put
 from memmap_buffer.interop.episodes import (
     ends_of,
+    put_when_whole,
     read_extra,
     read_names,
-    removed_on_error,
     require_fields,
     require_kinds,
     require_places,
@@ -169,20 +169,21 @@ def export_minari(
     env_spec = imported.get("env_spec")
     spec = made.spec if made is not None else env_spec and gymnasium.envs.registration.EnvSpec.from_json(env_spec)
     path = _new_path(dataset_id)
+    if path.exists():
+        raise SchemaError(f"dataset_id: a data set {dataset_id!r} is already available at {path}; give another id")
     of_environment = ("observation_space", "action_space", "env_spec")
     metadata = {key: value for key, value in imported.items() if key not in of_environment} | metadata
     metadata |= {"dataset_id": dataset_id, "minari_version": minari.__version__}
     sets = {key: set(value) for key, value in metadata.items() if key in ("author", "author_email")}
-    with removed_on_error(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        storage = MinariStorage.new(path, *spaces, env_spec=spec, data_format=data_format, **as_they_are)
+    with put_when_whole(path) as new:
+        storage = MinariStorage.new(new / path.name, *spaces, env_spec=spec, data_format=data_format, **as_they_are)
         storage.update_metadata(metadata | sets)
         for i, (rows, columns) in enumerate(exported_episodes(buffer)):
             storage.update_episodes([_episode_buffer(buffer, columns, len(rows), i, spaces, names, table=table)])
             meta = _metadata_of(buffer, columns, names, as_json=table)
             if meta:
                 storage.update_episode_metadata([meta], [i])
-    return MinariDataset(storage)
+    return MinariDataset(path)
 
 
 def _require_storable(schema: Schema, data_format: str, *, table: bool) -> None:

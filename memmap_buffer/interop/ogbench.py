@@ -19,8 +19,8 @@ from memmap_buffer.interop.columns import dtype_of
 from memmap_buffer.interop.episodes import (
     exported_episodes,
     import_episodes,
+    put_when_whole,
     read_names,
-    removed_on_error,
     require_kinds,
 )
 from memmap_buffer.interop.target import Target
@@ -83,7 +83,7 @@ def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
 
     Args:
         buffer: with the fields `observation` (with `final`) and `action`; other fields with `final` are copied, too.
-        path: the file.
+        path: the file; one that is there already is replaced.
 
     Raises:
         SchemaError: a field is missing or of lists, or an episode has no final observation.
@@ -109,7 +109,7 @@ def export_ogbench(buffer: ReplayBuffer, path: AnyPath) -> None:
     names = read_names(buffer, NAMES)
     named: dict[str, Any] = {names.key(name): column for name, column in out.items()}
     place = path_of(path)
-    with removed_on_error(place), place.open("wb") as file:  # given a path, numpy would add .npz to it
+    with put_when_whole(place, replace=True) as new, (new / place.name).open("wb") as file:  # to a path numpy adds .npz
         np.savez_compressed(file, **named, terminals=terminals)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import AnyPath, extra, path_of
 from memmap_buffer.interop.columns import objects
-from memmap_buffer.interop.episodes import ExportedEpisodes, exported_episodes, removed_on_error, require_kinds
+from memmap_buffer.interop.episodes import exported_episodes, put_when_whole, require_kinds
 
 with extra("parquet"):
     import pyarrow as pa
@@ -19,7 +20,7 @@ with extra("parquet"):
 
 PARQUET = "Parquet"
 EPISODES, STEPS = "episodes.parquet", "steps.parquet"
-GROUP_STEPS = 1 << 16  # every row group but the last has at least so many timesteps
+GROUP_STEPS = 1 << 16  # of a row group, at least
 
 
 def export_parquet(buffer: ReplayBuffer, path: AnyPath) -> None:
@@ -44,35 +45,55 @@ def export_parquet(buffer: ReplayBuffer, path: AnyPath) -> None:
     if (root / EPISODES).exists() or (root / STEPS).exists():
         raise SchemaError(f"{root}: there are tables already; give a folder of its own")
     require_tables(buffer, buffer.schema.all)
-    root.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    groups = _groups(exported_episodes(buffer), rows)
-    first = next(groups)
-    with removed_on_error(root / STEPS, root / EPISODES):
-        with pq.ParquetWriter(root / STEPS, first.schema) as writer:
-            for table in chain([first], groups):
-                writer.write_table(table)
-        pq.write_table(_episodes(buffer, rows), root / EPISODES)
-
-
-def _groups(episodes: ExportedEpisodes, rows: list[dict[str, Any]]) -> Iterator[Any]:
-    """Tables of timesteps, each of which becomes a row group; appends the row of each of their episodes to `rows`."""
-    buffer, tables = episodes.buffer, list[Any]()
+    episodes, rows = exported_episodes(buffer), list[dict[str, Any]]()
     serials = episodes.serials.reshape(len(episodes), -1)
     names = ("_shard", "_episode")[-serials.shape[1] :]
-    for each, (steps, episode) in zip(serials.tolist(), episodes, strict=True):
-        length, place = len(steps), dict(zip(names, each, strict=True))
-        columns = {name: np.full(length, number) for name, number in place.items()} | {"_t": np.arange(length)}
-        columns |= {name: episode[name][:length] for name in buffer.fieldnames}
-        tables.append(pa.table({name: column_of(column) for name, column in columns.items()}))
-        finals = {name: episode[name][length:] for name in buffer.fieldnames if buffer.schema.fields[name].final}
-        rows.append({**place, "_length": length, **{n: episode[n] for n in buffer.meta_fieldnames}})
-        rows[-1] |= {f"final.{name}": last[0] if len(last) else None for name, last in finals.items()}
-        if sum(table.num_rows for table in tables) >= GROUP_STEPS:
-            yield pa.concat_tables(tables).combine_chunks()
-            tables.clear()
-    if tables:
-        yield pa.concat_tables(tables).combine_chunks()
+    with put_when_whole(root / STEPS, root / EPISODES) as new:
+        with closing(TableWriter(new / STEPS, GROUP_STEPS)) as steps:
+            for each, (places, episode) in zip(serials.tolist(), episodes, strict=True):
+                length, place = len(places), dict(zip(names, each, strict=True))
+                columns = {name: np.full(length, number) for name, number in place.items()} | {"_t": np.arange(length)}
+                columns |= {name: episode[name][:length] for name in buffer.fieldnames}
+                steps.add(pa.table({name: column_of(column) for name, column in columns.items()}))
+                finals = {name: episode[name][length:] for name, field in buffer.schema.fields.items() if field.final}
+                rows.append({**place, "_length": length, **{name: episode[name] for name in buffer.meta_fieldnames}})
+                rows[-1] |= {f"final.{name}": last[0] if len(last) else None for name, last in finals.items()}
+        pq.write_table(_episodes(buffer, rows), new / EPISODES)
+
+
+class TableWriter:
+    """A Parquet file that is written in row groups; the first table determines its columns.
+
+    Args:
+        path: of the file.
+        group: every row group but the last has at least so many rows.
+    """
+
+    def __init__(self, path: Path, group: int) -> None:
+        self._path, self._group = path, group
+        self._file: Any = None
+        self._tables: list[Any] = []
+
+    def add(self, table: Any) -> None:
+        """Append the rows of a table."""
+        self._tables.append(table)
+        if sum(waiting.num_rows for waiting in self._tables) >= self._group:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._tables:
+            table = pa.concat_tables(self._tables)
+            self._tables.clear()
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = pq.ParquetWriter(self._path, table.schema)
+            self._file.write_table(table)
+
+    def close(self) -> None:
+        """Write the rows that wait for a whole group, and the end of the file."""
+        self._flush()
+        if self._file is not None:
+            self._file.close()
 
 
 def _episodes(buffer: ReplayBuffer, rows: list[dict[str, Any]]) -> Any:

@@ -23,9 +23,9 @@ from memmap_buffer.interop.episodes import (
     ends_of,
     exported_episodes,
     import_episodes,
+    put_when_whole,
     read_extra,
     read_names,
-    removed_on_error,
     require_fields,
     require_kinds,
     require_places,
@@ -130,7 +130,7 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
     require_places(places, "robomimic")
     masks: dict[str, list[str]] = {name: [] for name in buffer.meta_fieldnames if name.startswith(MASK)}
     episodes, place = exported_episodes(buffer), path_of(path)
-    with removed_on_error(place), h5py.File(place, "x") as file:
+    with put_when_whole(place) as new, h5py.File(new / place.name, "x") as file:
         data = file.create_group("data")
         data.attrs.update({**attributes, "total": episodes.num_steps})
         for i, (rows, episode) in enumerate(episodes):

@@ -160,6 +160,9 @@ def film_info(place: Path) -> dict[str, Any]:
 class FilmReader:
     """A film whose frames are read by their times. Going back, or far ahead, jumps to the key frame before the time.
 
+    Attributes:
+        place: of the file.
+
     Args:
         place: of the file.
         size: the height and width that its frames must have.
@@ -172,7 +175,7 @@ class FilmReader:
     def __init__(self, place: Path, size: tuple[int, int]) -> None:
         with extra("video"):
             import av
-        self._place, self._size, self._error = place, size, av.error.FFmpegError
+        self.place, self._size, self._error = place, size, av.error.FFmpegError
         try:
             self._film = av.open(str(place))
         except self._error as error:
@@ -223,9 +226,9 @@ class FilmReader:
         if nearest is None or abs(nearest.time - time) > tolerance:
             there = "none" if nearest is None else f"one at {nearest.time:.6f} s"
             raise CorruptBufferError(
-                f"{self._place}: expected a frame at {time:.6f} s ± {tolerance:g} s, got {there}; pass a larger "
+                f"{self.place}: expected a frame at {time:.6f} s ± {tolerance:g} s, got {there}; pass a larger "
                 "tolerance_s, or fetch the file again",
-                path=self._place,
+                path=self.place,
             )
         return nearest
 
@@ -234,7 +237,7 @@ class FilmReader:
         try:
             self._film.seek(max(0, int(time / self._stream.time_base)), stream=self._stream)
         except self._error as error:
-            raise CorruptBufferError(f"{self._place}: {error}; fetch the file again", path=self._place) from error
+            raise CorruptBufferError(f"{self.place}: {error}; fetch the file again", path=self.place) from error
         self._frames, self._before = self._decoded(), None
         self._here = next(self._frames, None)
 
@@ -245,14 +248,14 @@ class FilmReader:
                     self._require_size(frame)
                     yield frame
         except self._error as error:
-            raise CorruptBufferError(f"{self._place}: {error}; fetch the file again", path=self._place) from error
+            raise CorruptBufferError(f"{self.place}: {error}; fetch the file again", path=self.place) from error
 
     def _require_size(self, frame: Any) -> None:
         if (frame.height, frame.width) != self._size:
             raise CorruptBufferError(
-                f"{self._place}: got frames of {frame.height} x {frame.width}, expected {self._size[0]} x "
+                f"{self.place}: got frames of {frame.height} x {frame.width}, expected {self._size[0]} x "
                 f"{self._size[1]}; fetch the data set again",
-                path=self._place,
+                path=self.place,
             )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import gymnasium
@@ -256,7 +259,7 @@ def test_the_file_of_another_export_that_was_faster_is_not_removed(
     opened = h5py.File
 
     def late(path: Path, mode: str) -> Any:
-        path.write_text("theirs")
+        (place / "data").write_text("theirs")
         return opened(path, mode)
 
     for name in ("d4rl", "robomimic"):
@@ -264,7 +267,7 @@ def test_the_file_of_another_export_that_was_faster_is_not_removed(
             patch.setattr("h5py.File", late)
             with pytest.raises(FileExistsError, match="exists"):
                 export(name, ring, place)
-        assert (place / "data").read_text() == "theirs"
+        assert [(path.name, path.read_text()) for path in place.iterdir()] == [("data", "theirs")]
         (place / "data").unlink()
 
 
@@ -280,6 +283,48 @@ def test_what_was_written_through_a_link_is_removed(
     with pytest.raises(OSError, match="No space"):
         export("ogbench", ring, place)
     assert [(path.name, path.is_symlink()) for path in place.iterdir()] == [("data", True)]
+
+
+def test_a_file_that_an_export_would_replace_stays_until_the_new_one_is_whole(
+    ring: ReplayBuffer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export("ogbench", ring, place)
+    before = (place / "data").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("numpy.savez_compressed", lambda file, **arrays: file.write(b"half") and 1 / 0)
+        with pytest.raises(ZeroDivisionError, match="by zero"):
+            export("ogbench", ring, place)
+    assert [(path.name, path.read_bytes()) for path in place.iterdir()] == [("data", before)]
+    store(ring, 9, 2)
+    export("ogbench", ring, place)
+    assert (place / "data").read_bytes() != before
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_export_that_is_killed_leaves_nothing_that_looks_like_all_of_it(
+    ring: ReplayBuffer, place: Path, name: str
+) -> None:
+    process = get_context("fork").Process(target=die_in_an_export, args=(name, ring.folder, place))
+    process.start()
+    process.join()
+    assert process.exitcode == -SIGKILL
+    files = [path.relative_to(place) for path in place.rglob("*") if path.is_file()]
+    assert files and all(any(part.startswith(".") for part in path.parts) for path in files)
+    export(name, ring, place)
+
+
+def die_in_an_export(name: str, folder: Path, place: Path) -> None:
+    """Kill this process when everything is written, and nothing is moved yet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: os.kill(os.getpid(), SIGKILL))
+        export(name, ReplayBuffer.from_folder(folder, read_only=True), place)
+
+
+def test_a_link_to_a_file_stays_when_the_file_is_replaced(ring: ReplayBuffer, place: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text("old")
+    (place / "data").symlink_to(tmp_path / "elsewhere")
+    export("ogbench", ring, place)
+    assert (place / "data").is_symlink() and (tmp_path / "elsewhere").read_bytes()[:2] == b"PK"
 
 
 def test_a_data_set_of_minari_that_is_there_stays(ring: ReplayBuffer, place: Path) -> None:

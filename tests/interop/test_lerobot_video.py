@@ -240,7 +240,8 @@ def test_what_cannot_be_a_video_is_refused(tmp_path, recorded):
     with pytest.raises(SchemaError, match="vcodec: got 'vp9', expected one of libsvtav1, h264, hevc"):
         export_lerobot(recorded, tmp_path / "n", fps=FPS, videos=True, vcodec="vp9")
     with pytest.raises(
-        SchemaError, match=r"h264 takes no frames of 31 x 33 .*; crop them to even sizes, or use another"
+        SchemaError,
+        match=r"/o/videos/grey/.*: h264 takes no frames of 31 x 33 .*; crop them to even sizes, or use another",
     ):
         export_lerobot(recorded, tmp_path / "o", fps=FPS, videos=["grey"], vcodec="h264")
     with ReplayBuffer(tmp_path / "b", 1, 3, {"image": ("uint8", (48, 64, 3)), "timestamp": "float"}) as buffer:
