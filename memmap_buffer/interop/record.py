@@ -7,8 +7,7 @@ the action that follows it, and an environment may write into the same array aga
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,19 +52,192 @@ Place = AnyPath | ReplayBuffer
 Row = dict[str, Any]
 
 
+@dataclass
+class _State:
+    """The recording of one environment.
+
+    Attributes:
+        observation: the last observation, as `_Recorded.row` gives it, to be stored with the next action; None:
+            nothing is recorded until a reset.
+        seed: of the reset that began the episode; None: it had none.
+        over: whether the last step ended an episode.
+        episode: the open episode; None: none is open.
+        episode_return: of the open episode.
+    """
+
+    observation: Row | None = None
+    seed: int | None = None
+    over: bool = False
+    episode: Episode | None = None
+    episode_return: float = 0.0
+
+
 class _Recorded:
-    """The properties that both wrappers have."""
+    """The part of both wrappers that records: one environment is a vector of one whose values have no axis for it.
 
-    _recorder: EnvRecorder
+    Attributes:
+        env: the environment, or the vector of environments.
+        buffer: the buffer.
+        meta: values of meta fields that the next episodes begin with; may be changed.
+    """
 
-    @property
-    def buffer(self) -> ReplayBuffer:
-        return self._recorder.buffer
+    env: Any
 
-    @property
-    def meta(self) -> dict[str, Any]:
-        """Values of meta fields that the next episodes begin with; may be changed."""
-        return self._recorder.meta
+    def _open(
+        self,
+        place: Place,
+        infos: Mapping[str, Any] | None,
+        meta: Mapping[str, Any] | None,
+        options: dict[str, Any],
+        *,
+        keep_partial: bool,
+        mode: AutoresetMode,
+    ) -> None:
+        """Open the buffer. `mode`: how the environments reset; the other arguments are those of `RecordEpisodes`."""
+        self.buffer, self._owned = _opened(place, self.env, infos, meta, options), not isinstance(place, ReplayBuffer)
+        self.meta = dict(meta or {})
+        self._keep_partial, self._mode = keep_partial, mode
+        self._is_vector = isinstance(self.env, VectorEnv)
+        self._states = [_State() for _ in range(self.env.num_envs if self._is_vector else 1)]
+        names = read_names(self.buffer)
+        self._infos = {
+            name: names.key(name).removeprefix(f"{INFO}.")
+            for name in self.buffer.schema.fields
+            if name.startswith(f"{INFO}.")
+        }
+
+    def _row(self, group: str, space: Any, value: Any) -> Row:
+        """The fields of an observation, or of an action, that the buffer has: dotted name -> a copy of the value."""
+        schema = self.buffer.schema
+        values = schema.flatten({group: encode_space(space, value)})
+        return {name: np.array(to_numpy(value))[()] for name, value in values.items() if name in schema.fields}
+
+    def _rows(self, group: str, values: Any) -> list[Row]:
+        """`_row` for each environment; `values` are what the vector of them gives or takes."""
+        columns = self._row(group, getattr(self.env, f"{group}_space"), values)
+        if not self._is_vector:
+            return [columns]
+        return [{name: column[i] for name, column in columns.items()} for i in range(len(self._states))]
+
+    def _reset(self, which: Sequence[int], seed: Any, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+        seeds = [_seed_of(seed, i) for i in which]
+        for each in seeds:
+            self._check_seed(each)
+        self._leave(which)
+        observations, infos = self.env.reset(seed=seed, options=options)
+        rows = self._rows("observation", observations)
+        for i, each in zip(which, seeds, strict=True):
+            self._states[i] = _State(rows[i], each)
+        return observations, infos
+
+    def _check_seed(self, seed: int | None) -> None:
+        """Raise SchemaError if the buffer cannot hold the seed, which is stored only when the episode ends."""
+        field = self.buffer.schema.meta_fields.get("seed")
+        if seed is not None and field is not None:
+            try:
+                field.encode(seed)
+            except SchemaError as error:
+                raise SchemaError(f"seed: {error}", field="seed") from None
+
+    def _step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Step the environments. Each that was reset gets an open episode before; an exception drops them all."""
+        self._begin_episodes()
+        try:
+            observations, rewards, terminations, truncations, infos = self.env.step(actions)
+            self._record(actions, observations, rewards, terminations, truncations, infos)
+        except BaseException:
+            states, self._states = self._states, [_State() for _ in self._states]
+            for state in states:
+                if state.episode is not None:
+                    state.episode.abort()
+            raise
+        return observations, rewards, terminations, truncations, infos
+
+    def _begin_episodes(self) -> None:
+        full = None
+        for state in self._states:
+            if state.observation is not None and state.episode is None:
+                try:
+                    state.episode = self.buffer.begin_episode(**self.meta)
+                except BufferFullError as error:
+                    full = error
+        if full is not None and all(state.episode is None for state in self._states):
+            raise full
+        for state in self._states:
+            if state.episode is None:
+                state.observation = None
+
+    def _record(
+        self, actions: Any, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: dict[str, Any]
+    ) -> None:
+        following = self._rows("observation", observations)
+        begun = [self._mode is AutoresetMode.NEXT_STEP and state.over for state in self._states]
+        taken = [] if all(begun) else self._rows("action", actions)
+        if not self._is_vector:
+            rewards, terminations, truncations = [rewards], [terminations], [truncations]
+        for i, row in enumerate(following):
+            if begun[i]:
+                self._states[i] = _State(row)
+                continue
+            ends, last, info = {"terminated": bool(terminations[i]), "truncated": bool(truncations[i])}, row, infos
+            replaced = self._mode is AutoresetMode.SAME_STEP and any(ends.values())
+            if replaced:
+                last = self._row("observation", self.env.single_observation_space, infos["final_obs"][i])
+                info = infos.get("final_info", {})
+            self._store(i, taken[i], last, rewards[i], ends, info)
+            if replaced:
+                self._states[i] = _State(row)
+
+    def _store(
+        self, i: int, action: Row, observation: Row, reward: Any, ends: dict[str, bool], info: Mapping[str, Any]
+    ) -> None:
+        """Record one step, and publish the episode if it ended."""
+        state, schema, index = self._states[i], self.buffer.schema, i if self._is_vector else None
+        state.over = any(ends.values())
+        if state.episode is None:
+            return
+        assert state.observation is not None
+        values = {**state.observation, **action, "reward": reward}
+        for kind, flag in ends.items():
+            name = getattr(schema, kind) or kind
+            values |= {kind: flag, name: flag or values.get(name, False)}  # one field may be declared for both
+        values = {name: value for name, value in values.items() if name in schema.fields}
+        infos = {name: _look_up(info, path, index) for name, path in self._infos.items()}
+        state.episode.store(**values, **{name: value for name, value in infos.items() if value is not None})
+        state.episode_return += float(reward)
+        state.observation = observation
+        if state.over or state.episode.length == self.buffer.max_timesteps:
+            flags = (value for name in SUCCESS if (value := _look_up(info, name, index)) is not None)
+            self._publish(state, success=next(flags, None), cut=not state.over)
+        if state.over:
+            state.observation = None
+
+    def _leave(self, which: Sequence[int]) -> None:
+        """Publish or drop the open episodes of environments that are about to be reset or closed."""
+        for i in which:
+            state, self._states[i] = self._states[i], _State()
+            if state.episode is not None and state.episode.length and self._keep_partial:
+                self._publish(state, cut=True)
+            elif state.episode is not None:
+                state.episode.abort()
+
+    def _publish(self, state: _State, *, success: Any = None, cut: bool) -> None:
+        """Publish the open episode. `success`: whether the last info says so; None: it says nothing."""
+        episode, final_names = state.episode, self.buffer.schema.final_names
+        assert episode is not None and state.observation is not None
+        if final_names:
+            episode.final(**{name: value for name, value in state.observation.items() if name in final_names})
+        meta: dict[str, Any] = {"episode_return": state.episode_return, "episode_length": episode.length}
+        meta |= {} if success is None else {"success": bool(success)}
+        meta |= {} if state.seed is None else {"seed": state.seed, GIVEN_SEED: True}
+        episode.update({name: value for name, value in meta.items() if name in self.buffer.schema.meta_fields})
+        episode.publish(cut=cut)
+        state.episode, state.seed, state.episode_return = None, None, 0.0
+
+    def _close(self) -> None:
+        self._leave(range(len(self._states)))
+        if self._owned:
+            self.buffer.close()
 
 
 class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -109,8 +281,8 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         **options: Any,
     ) -> None:
         super().__init__(env)
-        self._recorder = EnvRecorder(buffer, env, 1, infos, meta, options, keep_partial=keep_partial)
-        self._autoreset = resets_by_a_step(env)
+        mode = AutoresetMode.NEXT_STEP if resets_by_a_step(env) else AutoresetMode.DISABLED
+        self._open(buffer, infos, meta, options, keep_partial=keep_partial, mode=mode)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment: arguments and results are the environment's.
@@ -118,11 +290,7 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         Raises:
             SchemaError: the buffer cannot hold the seed; the environment was not reset.
         """
-        self._recorder.check_seed(seed)
-        self._recorder.leave([0])
-        observation, info = self.env.reset(seed=seed, options=options)
-        self._recorder.begin(0, self._recorder.row("observation", self.observation_space, observation), seed)
-        return observation, info
+        return self._reset([0], seed, options)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the environment, and record the step: arguments and results are the environment's.
@@ -130,20 +298,11 @@ class RecordEpisodes(_Recorded, gymnasium.Wrapper[Any, Any, Any, Any]):
         Raises:
             BufferFullError: no episode can be begun; the environment was not stepped.
         """
-        recorder = self._recorder
-        with recorder.stepping():
-            observation, reward, terminated, truncated, info = self.env.step(action)
-            following = recorder.row("observation", self.observation_space, observation)
-            if self._autoreset and recorder.states[0].over:
-                recorder.begin(0, following, None)
-            else:
-                taken = recorder.row("action", self.action_space, action)
-                recorder.store(0, taken, following, reward, terminated, truncated, info)
-        return observation, reward, terminated, truncated, info
+        return self._step(action)
 
     def close(self) -> None:
         """Close the environment, and the buffer if it was given as a folder."""
-        self._recorder.close()
+        self._close()
         super().close()
 
 
@@ -179,13 +338,13 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
         **options: Any,
     ) -> None:
         super().__init__(env)
-        self._mode = autoreset_mode or env.metadata.get("autoreset_mode")
-        if not isinstance(self._mode, AutoresetMode):
+        mode = autoreset_mode or env.metadata.get("autoreset_mode")
+        if not isinstance(mode, AutoresetMode):
             raise SchemaError(
-                f"autoreset_mode: got {self._mode!r} in the metadata of {env}, expected a gymnasium.vector."
+                f"autoreset_mode: got {mode!r} in the metadata of {env}, expected a gymnasium.vector."
                 "AutoresetMode; pass autoreset_mode=…"
             )
-        self._recorder = EnvRecorder(buffer, env, env.num_envs, infos, meta, options, keep_partial=keep_partial)
+        self._open(buffer, infos, meta, options, keep_partial=keep_partial, mode=mode)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -197,14 +356,7 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
         """
         mask = (options or {}).get("reset_mask")  # the environment takes it out of the options
         which = range(self.num_envs) if mask is None else np.flatnonzero(mask).tolist()
-        for i in which:
-            self._recorder.check_seed(_seed_of(seed, i))
-        self._recorder.leave(which)
-        observations, infos = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
-        rows = self._recorder.rows("observation", self.observation_space, observations)
-        for i in which:
-            self._recorder.begin(i, rows[i], _seed_of(seed, i))
-        return observations, infos
+        return self._reset(which, seed, options)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Step the environments, and record the steps: arguments and results are the environment's.
@@ -212,27 +364,7 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
         Raises:
             BufferFullError: no episode can be begun; the environments were not stepped.
         """
-        with self._recorder.stepping():
-            result = self.env.step(actions)
-            self._record(actions, *result)
-        return result
-
-    def _record(
-        self, actions: Any, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: dict[str, Any]
-    ) -> None:
-        recorder, ends = self._recorder, np.logical_or(terminations, truncations)
-        following = recorder.rows("observation", self.observation_space, observations)
-        for i, action in enumerate(recorder.rows("action", self.action_space, actions)):
-            if self._mode is AutoresetMode.NEXT_STEP and recorder.states[i].over:
-                recorder.begin(i, following[i], None)
-                continue
-            last, info, replaced = following[i], infos, self._mode is AutoresetMode.SAME_STEP and ends[i]
-            if replaced:
-                last = recorder.row("observation", self.single_observation_space, infos["final_obs"][i])
-                info = infos.get("final_info", {})
-            recorder.store(i, action, last, rewards[i], terminations[i], truncations[i], info, i)
-            if replaced:
-                recorder.begin(i, following[i], None)
+        return self._step(actions)
 
     def __enter__(self) -> Self:
         return self
@@ -242,8 +374,8 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
 
     def close(self, **kwargs: Any) -> None:
         """Close the environments, and the buffer if it was given as a folder."""
-        if "_recorder" in vars(self):  # before Gymnasium 1.4 a finaliser closes a wrapper even if `__init__` raised
-            self._recorder.close()
+        if "_states" in vars(self):  # before Gymnasium 1.4 a finaliser closes a wrapper even if `__init__` raised
+            self._close()
             super().close(**kwargs)
 
 
@@ -264,6 +396,7 @@ def _opened(
         meta_fields = {**META, **own, **(options.pop("meta_fields", None) or {})}
         fields = {**(options.pop("fields", None) or {}), **(names.ours({INFO: infos}) if infos else {})}
         buffer = ReplayBuffer.for_env(env, place, fields=fields, meta_fields=meta_fields, **options)
+    _check_fields(buffer.schema, schema_of(*spaces_of(env)))
     stored = read_names(buffer)
     stored.changed |= names.changed
     write_names(buffer, stored)
@@ -275,176 +408,6 @@ def _seed_of(seed: int | Sequence[int | None] | None, i: int) -> int | None:
     if seed is None:
         return None
     return int(seed) + i if isinstance(seed, (int, np.integer)) else seed[i]
-
-
-@dataclass
-class EnvState:
-    """The recording of one environment.
-
-    Attributes:
-        observation: the last observation, as `EnvRecorder.row` gives it, to be stored with the next action; None:
-            nothing is recorded until a reset.
-        seed: of the reset that began the episode; None: it had none.
-        over: whether the last step ended an episode.
-        episode: the open episode; None: none is open.
-        episode_return: of the open episode.
-    """
-
-    observation: Row | None = None
-    seed: int | None = None
-    over: bool = False
-    episode: Episode | None = None
-    episode_return: float = 0.0
-
-
-class EnvRecorder:
-    """The recording of one or more environments into one buffer; it knows nothing of how Gymnasium resets.
-
-    Args:
-        place: the buffer, shared by the environments, or its folder.
-        env: one environment, or a vector of them.
-        num_envs: how many environments.
-        infos: as for `RecordEpisodes`.
-        meta: as for `RecordEpisodes`.
-        options: as for `RecordEpisodes`.
-        keep_partial: whether to publish episodes that are left before their end.
-    """
-
-    def __init__(
-        self,
-        place: Place,
-        env: Any,
-        num_envs: int,
-        infos: Mapping[str, Any] | None,
-        meta: Mapping[str, Any] | None,
-        options: dict[str, Any],
-        *,
-        keep_partial: bool,
-    ) -> None:
-        self.buffer = buffer = _opened(place, env, infos, meta, options)
-        self._owned = buffer is not place
-        self.meta = dict(meta or {})
-        self.states = [EnvState() for _ in range(num_envs)]
-        self._keep_partial = keep_partial
-        names = read_names(buffer)
-        of_infos = [name for name in buffer.schema.fields if name.startswith(f"{INFO}.")]
-        self._infos = {name: ".".join(map(str, names.path(name)[1:])) for name in of_infos}
-        _check_fields(buffer.schema, schema_of(*spaces_of(env)))
-
-    def check_seed(self, seed: int | None) -> None:
-        """Raise SchemaError if the buffer cannot hold the seed, which is stored only when the episode ends."""
-        field = self.buffer.schema.meta_fields.get("seed")
-        if seed is not None and field is not None:
-            try:
-                field.encode(seed)
-            except SchemaError as error:
-                raise SchemaError(f"seed: {error}", field="seed") from None
-
-    def row(self, group: str, space: Any, value: Any) -> Row:
-        """The fields of an observation, or of an action, that the buffer has: dotted name -> a copy of the value."""
-        schema = self.buffer.schema
-        values = schema.flatten({group: encode_space(space, value)})
-        return {name: np.array(to_numpy(value))[()] for name, value in values.items() if name in schema.fields}
-
-    def rows(self, group: str, space: Any, values: Any) -> list[Row]:
-        """`row` for each environment of a vector, whose `space` and `values` are batched."""
-        columns = self.row(group, space, values)
-        return [{name: column[i] for name, column in columns.items()} for i in range(len(self.states))]
-
-    def begin(self, i: int, observation: Row, seed: int | None) -> None:
-        """Note that the environment was reset: its next step is the first of an episode."""
-        self.states[i] = EnvState(observation, seed)
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """A block that steps the environments. Each that was reset gets an open episode; an exception drops them all.
-
-        Raises:
-            BufferFullError: no environment can be recorded.
-        """
-        self._begin_episodes()
-        try:
-            yield
-        except BaseException:
-            states, self.states = self.states, [EnvState() for _ in self.states]
-            for state in states:
-                if state.episode is not None:
-                    state.episode.abort()
-            raise
-
-    def _begin_episodes(self) -> None:
-        full = None
-        waiting = [state for state in self.states if state.observation is not None and state.episode is None]
-        for state in waiting:
-            try:
-                state.episode = self.buffer.begin_episode(**self.meta)
-            except BufferFullError as error:
-                full = error
-        if full is not None and all(state.episode is None for state in self.states):
-            raise full
-        for state in waiting:
-            if state.episode is None:
-                state.observation = None
-
-    def store(
-        self,
-        i: int,
-        action: Row,
-        observation: Row,
-        reward: Any,
-        terminated: Any,
-        truncated: Any,
-        info: Mapping[str, Any],
-        index: int | None = None,
-    ) -> None:
-        """Record one step, and publish the episode if it ended. With an `index`, `info` is that of the whole vector."""
-        state, schema = self.states[i], self.buffer.schema
-        state.over = bool(terminated or truncated)
-        if state.episode is None:
-            return
-        assert state.observation is not None
-        values = {**state.observation, **action, "reward": reward}
-        for kind, flag in (("terminated", bool(terminated)), ("truncated", bool(truncated))):
-            name = getattr(schema, kind) or kind
-            values |= {kind: flag, name: flag or values.get(name, False)}  # one field may be declared for both
-        infos = {
-            name: value for name, path in self._infos.items() if (value := _look_up(info, path, index)) is not None
-        }
-        state.episode.store(**{name: value for name, value in values.items() if name in schema.fields}, **infos)
-        state.episode_return += float(reward)
-        state.observation = observation
-        if state.over or state.episode.length == self.buffer.max_timesteps:
-            flags = (value for name in SUCCESS if (value := _look_up(info, name, index)) is not None)
-            self._publish(state, success=next(flags, None), cut=not state.over)
-        if state.over:
-            state.observation = None
-
-    def leave(self, which: Sequence[int]) -> None:
-        """Publish or drop the open episodes of environments that are about to be reset or closed."""
-        for i in which:
-            state, self.states[i] = self.states[i], EnvState()
-            if state.episode is not None and state.episode.length and self._keep_partial:
-                self._publish(state, cut=True)
-            elif state.episode is not None:
-                state.episode.abort()
-
-    def close(self) -> None:
-        self.leave(range(len(self.states)))
-        if self._owned:
-            self.buffer.close()
-
-    def _publish(self, state: EnvState, *, success: Any = None, cut: bool) -> None:
-        """Publish the open episode. `success`: whether the last info says so; None: it says nothing."""
-        episode, final_names = state.episode, self.buffer.schema.final_names
-        assert episode is not None and state.observation is not None
-        if final_names:
-            episode.final(**{name: value for name, value in state.observation.items() if name in final_names})
-        meta: dict[str, Any] = {"episode_return": state.episode_return, "episode_length": episode.length}
-        meta |= {} if success is None else {"success": bool(success)}
-        meta |= {} if state.seed is None else {"seed": state.seed, GIVEN_SEED: True}
-        episode.update({name: value for name, value in meta.items() if name in self.buffer.schema.meta_fields})
-        episode.publish(cut=cut)
-        state.episode, state.seed, state.episode_return = None, None, 0.0
 
 
 def _check_fields(schema: Schema, declarations: Mapping[str, Any]) -> None:
