@@ -154,12 +154,11 @@ def export_lerobot(
     rate = rate_of(buffer, imported, fps)
     _require_exportable(buffer, root, vcodec)
     features, tasks = entries_of(buffer, imported, videos), Tasks(buffer, imported)
-    stored = exported_episodes(buffer)
+    stored, rows = exported_episodes(buffer), list[dict[str, Any]]()
     statistics = FeatureStatistics(stored.num_steps)
     with put_when_whole(*(root / name for name in ("data", "videos", "meta"))) as new:
         with ExitStack() as files:
-            data = files.enter_context(closing(TableWriter(new / DATA, 1)))
-            episodes = files.enter_context(closing(TableWriter(new / EPISODES, GROUP)))
+            data, episodes = (files.enter_context(closing(TableWriter(new / name))) for name in (DATA, EPISODES))
             films = {
                 name: files.enter_context(closing(_Film(new, name, rate, vcodec, crf)))
                 for name, about in features.items()
@@ -170,7 +169,10 @@ def export_lerobot(
                 data.add(pa.table({name: _arrow(column) for name, column in columns.items() if name not in films}))
                 for film in films.values():
                     row |= film.write(columns)
-                episodes.add(pa.Table.from_pylist([row | statistics.add(columns)]))
+                rows.append(row | statistics.add(columns))
+                if len(rows) == GROUP or row["episode_index"] == len(stored) - 1:
+                    episodes.add(pa.Table.from_pylist(rows))  # for each alone it would take milliseconds
+                    rows.clear()
         features |= {name: {**features[name], "info": film.info()} for name, film in films.items()}
         counts = {"total_episodes": len(stored), "total_frames": stored.num_steps, "total_tasks": len(tasks.texts)}
         facts = {"stats": statistics.whole(), "info": info_of(counts, rate, imported, features)}
@@ -228,7 +230,7 @@ class _Source:
         for name in [name for name, column in columns.items() if column.dtype.kind == "U"]:
             texts = (_column(f, pq.read_table(f, columns=[name]), name, self._tables[name]) for f in self._bounds)
             columns[name] = max(texts, key=lambda column: column.dtype.itemsize)
-        return {self.ours[name]: _field(columns[name]) for name in self._tables}
+        return {self.ours[name]: Field(columns[name].dtype, columns[name].shape[1:]) for name in self._tables}
 
     def facts(self) -> dict[str, Any]:
         """The content of `extra/lerobot.json`, for exports."""
@@ -487,27 +489,26 @@ class FeatureStatistics:
     def __init__(self, frames: int) -> None:
         self._frames = frames
         self._rng = np.random.default_rng(0)
-        self._features: dict[str, RunningStatistics] = {}
-        self._columns: dict[str, Any] = {}
+        self._features: dict[str, tuple[RunningStatistics, Any]] = {}  # with one frame
 
     def add(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Add the columns of an episode. Returns its statistics: `stats/<feature>/<which>` -> value."""
-        self._columns = {name: x for name, x in columns.items() if x.dtype.kind != "U" and x[0].size}
         row: dict[str, Any] = {}
-        for name, column in self._columns.items():
+        for name, column in columns.items():
+            if column.dtype.kind == "U" or not column[0].size:
+                continue
             if name not in self._features:
-                self._features[name] = self._running(column, self._frames)
+                self._features[name] = self._running(column, self._frames), column[:1]
             episode = self._running(column, len(column))
             for values in _blocks(column):
-                self._features[name].add(values)
+                self._features[name][0].add(values)
                 episode.add(values)
-            for which, value in _stats(episode, column, len(column)).items():
-                row[f"stats/{name}/{which}"] = value
+            row |= {f"stats/{name}/{which}": value for which, value in _stats(episode, column, len(column)).items()}
         return row
 
     def whole(self) -> dict[str, dict[str, Any]]:
         """Feature -> the statistics of all episodes that were added."""
-        return {name: _stats(self._features[name], column, self._frames) for name, column in self._columns.items()}
+        return {name: _stats(running, frame, self._frames) for name, (running, frame) in self._features.items()}
 
     def _running(self, column: Any, frames: int) -> RunningStatistics:
         channels = column.shape[-1] if column.ndim > 1 else 1
@@ -619,11 +620,6 @@ def _decoded_image(data: bytes, shape: Any) -> Any:
     if image.ndim == 2:
         image = image[..., None]
     return image if list(image.shape) == list(shape) else image.transpose(2, 0, 1)
-
-
-def _field(column: Any) -> Field:
-    dtype: Any = f"U{max(1, column.dtype.itemsize // 4)}" if column.dtype.kind == "U" else column.dtype
-    return Field(dtype, column.shape[1:])
 
 
 def features_of(buffer: ReplayBuffer, imported: Mapping[str, Any]) -> dict[str, str]:

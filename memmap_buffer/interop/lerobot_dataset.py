@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -98,8 +99,7 @@ class DiskLeRobotDataset:
                 f"{disk.folder}: got {len(self._frames)} frames, and {self.meta.total_frames} in whole episodes; a "
                 "`capacity` or a writer has changed them meanwhile; make a snapshot"
             )
-        bounds = self.meta.bounds
-        chosen = [np.arange(*bounds[i]) for i in self.episodes or ()]
+        chosen = [np.arange(*self.meta.bounds[i]) for i in self.episodes or ()]
         self._positions = None if self.episodes is None else np.concatenate([np.zeros(0, np.int64), *chosen])
 
     @property
@@ -133,12 +133,10 @@ class DiskLeRobotDataset:
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """The items of many frames, read at once."""
         batch = self._frames.__getitems__(indices if self._positions is None else self._positions[list(indices)])
-        return batch if self.image_transforms is None else [self._transformed(item) for item in batch]
-
-    def _transformed(self, item: dict[str, Any]) -> dict[str, Any]:
-        assert self.image_transforms is not None
-        item.update({name: self.image_transforms(item[name]) for name in self.meta.camera_keys})
-        return item
+        if self.image_transforms is not None:
+            for item in batch:
+                item.update({name: self.image_transforms(item[name]) for name in self.meta.camera_keys})
+        return batch
 
     def __repr__(self) -> str:
         return (
@@ -193,7 +191,7 @@ class DiskLeRobotMetadata:
         if not self._tasks.by_frame:
             texts = disk.episodes(fields=())["task"] if "task" in disk.meta_fieldnames else [""] * len(lengths)
             self.task_of = np.array([self._tasks.number_of(str(text)) for text in texts])
-        self._imported, self._stats = imported, _read_stats(imported, len(lengths), int(ends[-1]))
+        self._imported = imported
         totals = {"total_episodes": len(lengths), "total_frames": int(ends[-1]), "total_tasks": len(self.texts)}
         self.info = info_of(totals, rate, imported, entries)
         columns = {
@@ -210,17 +208,16 @@ class DiskLeRobotMetadata:
         features: dict[str, Any] = self.info["features"]
         return features
 
-    @property
+    @cached_property
     def stats(self) -> dict[str, dict[str, Array]]:
         """Statistics of each feature: of the imported data set if its numbers of episodes and frames are the same.
 
-        Else they are computed, which reads every frame once.
+        Else they are computed, which reads every frame once. They may be replaced.
         """
-        return self.compute_stats() if self._stats is None else self._stats
-
-    @stats.setter
-    def stats(self, stats: dict[str, dict[str, Array]]) -> None:
-        self._stats = stats
+        imported = self._imported.get("stats")
+        if imported and imported["of"] == [self.total_episodes, self.total_frames]:
+            return _arrays(imported["features"])
+        return self.compute_stats()
 
     def compute_stats(self) -> dict[str, dict[str, Array]]:
         """Compute `stats` anew, as after values were changed; this reads every frame once."""
@@ -228,8 +225,8 @@ class DiskLeRobotMetadata:
         statistics = FeatureStatistics(episodes.num_steps)
         for _, columns in exported(episodes, self._imported, float(self.fps), self._tasks):
             statistics.add(columns)
-        self._stats = _arrays(statistics.whole())
-        return self._stats
+        self.stats = _arrays(statistics.whole())
+        return self.stats
 
     @property
     def tasks(self) -> Any:
@@ -346,11 +343,6 @@ def _frames_of(deltas: Mapping[str, Sequence[float]], fps: float, tolerance: flo
         if off:
             raise ValueError(f"delta_timestamps: got {off} for {name!r}, expected multiples of 1/{fps} ± {tolerance} s")
     return {name: [round(s * fps) for s in seconds] for name, seconds in deltas.items()}
-
-
-def _read_stats(imported: Mapping[str, Any], episodes: int, frames: int) -> dict[str, dict[str, Array]] | None:
-    stats = imported.get("stats")
-    return _arrays(stats["features"]) if stats and stats["of"] == [episodes, frames] else None
 
 
 def _arrays(stats: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Array]]:

@@ -69,7 +69,7 @@ class TableWriter:
         group: every row group but the last has at least so many rows.
     """
 
-    def __init__(self, path: Path, group: int) -> None:
+    def __init__(self, path: Path, group: int = 1) -> None:
         self._path, self._group = path, group
         self._file: Any = None
         self._tables: list[Any] = []
