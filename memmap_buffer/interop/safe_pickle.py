@@ -13,16 +13,13 @@ import numpy.typing as npt
 from memmap_buffer import SchemaError
 
 _MARK = object()
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
-_VALUES = frozenset(
+_ARGUMENTS = frozenset(  # opcodes that push their argument
     ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
 )
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_PUTS = frozenset(("MEMOIZE", "BINPUT", "LONG_BINPUT"))
-_GETS = frozenset(("BINGET", "LONG_BINGET"))
-_IGNORED = frozenset(("PROTO", "FRAME"))
+_PUSHED = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (), "MARK": _MARK}
+_EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list}
 _BYTES = frozenset(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"))
+_TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2, "TUPLE": 0, "APPENDS": 0, "SETITEMS": 0}
 _NUMPY = re.compile(r"numpy(\._?core(\.numeric|\.multiarray)?)?")
 
 
@@ -83,18 +80,20 @@ def _run(data: bytes, step: Any) -> Any:
 
 
 def _step(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
-    if name in _VALUES:
+    if name in _ARGUMENTS:
         stack.append(argument)
-    elif name in _CONSTANTS:
-        stack.append(_CONSTANTS[name])
+    elif name in _PUSHED:
+        stack.append(_PUSHED[name])
     elif name in _EMPTY:
         stack.append(_EMPTY[name]())
-    elif name in _PUTS:
-        memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
-    elif name in _GETS:
-        stack.append(memo[argument])
-    elif name not in _IGNORED and name != "STOP":
+    elif name in _TAKEN:
         _collect(name, stack)
+    elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+        memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+    elif name in ("BINGET", "LONG_BINGET"):
+        stack.append(memo[argument])
+    elif name not in ("PROTO", "FRAME", "STOP"):
+        raise SchemaError(f"got a pickle that does more than hold plain values ({name}), and carried nothing of it out")
 
 
 def _step_of_array(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
@@ -117,34 +116,14 @@ def _step_of_array(name: str, argument: Any, stack: list[Any], memo: dict[int, A
 
 
 def _collect(name: str, stack: list[Any]) -> None:
-    """The opcodes that put values from the stack into a tuple, list or dict."""
-    if name == "MARK":
-        stack.append(_MARK)
-    elif name in _TUPLES:
-        stack[-_TUPLES[name] :] = [tuple(stack[-_TUPLES[name] :])]
-    elif name == "TUPLE":
-        stack.append(tuple(_from_mark(stack)))
-    elif name in ("APPEND", "SETITEM"):
-        count = 1 if name == "APPEND" else 2
-        items = stack[-count:]
-        del stack[-count:]
-        _extend(stack[-1], items)
-    elif name in ("APPENDS", "SETITEMS"):
-        items = _from_mark(stack)
-        _extend(stack[-1], items)
-    else:
-        raise SchemaError(f"got a pickle that does more than hold plain values ({name}), and carried nothing of it out")
-
-
-def _from_mark(stack: list[Any]) -> list[Any]:
-    at = max(i for i, value in enumerate(stack) if value is _MARK)
-    items = stack[at + 1 :]
+    """Put as many values from the stack as `_TAKEN` says, 0: all behind the mark, into a tuple, list or dict."""
+    count = _TAKEN[name]
+    at = len(stack) - count if count else max(i for i, value in enumerate(stack) if value is _MARK)
+    values = stack[at:] if count else stack[at + 1 :]
     del stack[at:]
-    return items
-
-
-def _extend(target: Any, items: list[Any]) -> None:
-    if isinstance(target, list):
-        target.extend(items)
+    if name.startswith("TUPLE"):
+        stack.append(tuple(values))
+    elif name.startswith("APPEND"):
+        stack[-1].extend(values)
     else:
-        target.update(zip(items[::2], items[1::2], strict=True))
+        stack[-1].update(zip(values[::2], values[1::2], strict=True))
