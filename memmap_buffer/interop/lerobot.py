@@ -150,21 +150,20 @@ def export_lerobot(
             and timestamps that do not fit `fps`.
         ImportError: there are videos, and the extra `video` is not installed.
     """
-    root, imported = path_of(path), read_extra(buffer, "lerobot") or {}
-    rate = rate_of(buffer, imported, fps)
+    root, form = path_of(path), Form(buffer, fps)
     _require_exportable(buffer, root, vcodec)
-    features, tasks = entries_of(buffer, imported, videos), Tasks(buffer, imported)
+    features = form.entries(videos)
     stored, rows = exported_episodes(buffer), list[dict[str, Any]]()
     statistics = FeatureStatistics(stored.num_steps)
     with put_when_whole(*(root / name for name in ("data", "videos", "meta"))) as new:
         with ExitStack() as files:
             data, episodes = (files.enter_context(closing(TableWriter(new / name))) for name in (DATA, EPISODES))
             films = {
-                name: files.enter_context(closing(_Film(new, name, rate, vcodec, crf)))
+                name: files.enter_context(closing(_Film(new, name, form.rate, vcodec, crf)))
                 for name, about in features.items()
                 if about["dtype"] == "video"
             }
-            for row, columns in exported(stored, imported, rate, tasks):
+            for row, columns in form.episodes(stored):
                 columns |= {name: frames_of(columns[name], name) for name in films}
                 data.add(pa.table({name: _arrow(column) for name, column in columns.items() if name not in films}))
                 for film in films.values():
@@ -174,11 +173,11 @@ def export_lerobot(
                     episodes.add(pa.Table.from_pylist(rows))  # for each alone it would take milliseconds
                     rows.clear()
         features |= {name: {**features[name], "info": film.info()} for name, film in films.items()}
-        counts = {"total_episodes": len(stored), "total_frames": stored.num_steps, "total_tasks": len(tasks.texts)}
-        facts = {"stats": statistics.whole(), "info": info_of(counts, rate, imported, features)}
+        counts = {"total_episodes": len(stored), "total_frames": stored.num_steps, "total_tasks": len(form.texts)}
+        facts = {"stats": statistics.whole(), "info": form.info(counts, features)}
         for name, fact in facts.items():
             (new / f"meta/{name}.json").write_text(json.dumps(fact, indent=4), encoding="utf-8")
-        pq.write_table(tasks.table(), new / TASKS)
+        pq.write_table(form.task_table(), new / TASKS)
 
 
 def _require_exportable(buffer: ReplayBuffer, root: Path, vcodec: str) -> None:
@@ -359,48 +358,65 @@ def _places(root: Path, name: str) -> dict[int, tuple[int, int, float]]:
     return places
 
 
-def exported(
-    episodes: ExportedEpisodes, imported: Mapping[str, Any], rate: float, tasks: Tasks
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """(row of `meta/episodes`, feature -> (length, *shape), images with their channels last) of each episode."""
-    imported_features = imported.get("features") or {}
-    features = features_of(episodes.buffer, imported)
-    for i, (rows, episode) in enumerate(episodes):
-        length = len(rows)
-        columns = {
-            feature: shaped(episode[name][:length], imported_features.get(feature))
-            for name, feature in features.items()
-        }
-        columns.setdefault("timestamp", np.arange(length, dtype=np.float32) / np.float32(rate))
-        columns["task_index"] = tasks.numbers(episode, length)
-        columns |= zip(COUNTERS, (np.arange(rows.start, rows.stop), np.arange(length), np.full(length, i)), strict=True)
-        numbers = dict.fromkeys(columns["task_index"].tolist())
-        row = {
-            "episode_index": i,
-            "tasks": [tasks.texts[number] for number in numbers],
-            "length": length,
-            "data/chunk_index": 0,
-            "data/file_index": 0,
-            "dataset_from_index": rows.start,
-            "dataset_to_index": rows.stop,
-            "meta/episodes/chunk_index": 0,
-            "meta/episodes/file_index": 0,
-        }
-        yield row, columns
+class Form:
+    """A buffer in LeRobot's form: the names and shapes of its features, its tasks, and the content of its `meta/`.
 
-
-class Tasks:
-    """The texts of tasks by their numbers: as in the imported data set if the buffer has its `task_index`, else new.
+    Args:
+        buffer: the buffer.
+        fps: frames a second; default: as in the imported data set.
 
     Attributes:
-        by_frame: whether the frames of an episode have numbers of their own, as in the imported data set.
-        texts: the texts.
+        imported: the content of `extra/lerobot.json`; {} if the buffer was not imported.
+        rate: frames a second, an int if it is a whole number.
+        features: field -> the name of its feature.
+        by_frame: whether the frames of an episode have tasks of their own, as in the imported data set.
+        texts: the texts of the tasks by their numbers: as in the imported data set if `by_frame`, else new.
+
+    Raises:
+        SchemaError: no `fps` is known, or LeRobot has something else of the name of a field.
     """
 
-    def __init__(self, buffer: ReplayBuffer, imported: Mapping[str, Any]) -> None:
-        self.by_frame = bool(imported.get("tasks")) and "task_index" in buffer.fieldnames
-        self.texts: list[str] = list(imported["tasks"]) if self.by_frame else []
+    def __init__(self, buffer: ReplayBuffer, fps: float | None = None) -> None:
+        self._buffer, self.imported = buffer, read_extra(buffer, "lerobot") or {}
+        rate = fps or self.imported.get("fps")
+        if rate is None:
+            raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
+        self.rate = int(rate) if float(rate).is_integer() else float(rate)
+        self._imported_features: Mapping[str, Any] = self.imported.get("features") or {}
+        names, theirs = read_names(buffer), {ours: theirs for theirs, ours in RENAMED.items()}
+        theirs["observation"] = "observation.state"
+        self.features = {name: theirs.get(name) or names.key(name) for name in buffer.fieldnames}
+        require_places(self.features, "LeRobot", COUNTERS if self.imported else (*COUNTERS, "task_index"))
+        self.by_frame = bool(self.imported.get("tasks")) and "task_index" in buffer.fieldnames
+        self.texts: list[str] = list(self.imported["tasks"]) if self.by_frame else []
         self._numbers: dict[str, int] = {}
+
+    def episodes(self, stored: ExportedEpisodes) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """(row of `meta/episodes`, feature -> (length, *shape), images with their channels last) of each episode."""
+        for i, (rows, episode) in enumerate(stored):
+            columns = self._columns(i, rows, episode, self._tasks_of(episode, len(rows)))
+            row = {
+                "episode_index": i,
+                "tasks": [self.texts[number] for number in dict.fromkeys(columns["task_index"].tolist())],
+                "length": len(rows),
+                "data/chunk_index": 0,
+                "data/file_index": 0,
+                "dataset_from_index": rows.start,
+                "dataset_to_index": rows.stop,
+                "meta/episodes/chunk_index": 0,
+                "meta/episodes/file_index": 0,
+            }
+            yield row, columns
+
+    def _columns(self, number: int, rows: range, episode: Mapping[str, Any], tasks: Any) -> dict[str, Any]:
+        length = len(rows)
+        columns = {
+            feature: _shaped(episode[name][:length], self._imported_features.get(feature))
+            for name, feature in self.features.items()
+        }
+        columns.setdefault("timestamp", np.arange(length, dtype=np.float32) / np.float32(self.rate))
+        counters = (np.arange(rows.start, rows.stop), np.arange(length), np.full(length, number))
+        return columns | {"task_index": tasks, **dict(zip(COUNTERS, counters, strict=True))}
 
     def number_of(self, text: str) -> int:
         """The number of an episode's task, a new one for a text that has none."""
@@ -409,7 +425,7 @@ class Tasks:
             self.texts.append(text)
         return self._numbers[text]
 
-    def numbers(self, episode: Mapping[str, Any], length: int) -> Any:
+    def _tasks_of(self, episode: Mapping[str, Any], length: int) -> Any:
         """(length,) int64, the number of each frame's task."""
         if not self.by_frame:
             return np.full(length, self.number_of(str(episode.get("task", ""))))
@@ -421,7 +437,7 @@ class Tasks:
             )
         return numbers
 
-    def table(self) -> Any:
+    def task_table(self) -> Any:
         """The table as pandas writes it, with the texts as its index: LeRobot finds a task by its row and its text."""
         kinds = {"task_index": ("int64", "int64"), "task": ("unicode", "object")}
         columns = [
@@ -431,6 +447,53 @@ class Tasks:
         metadata = {"index_columns": ["task"], "column_indexes": [], "columns": columns}
         table = pa.table({"task_index": pa.array(range(len(self.texts)), pa.int64()), "task": self.texts})
         return table.replace_schema_metadata({"pandas": json.dumps(metadata)})
+
+    def entries(self, videos: bool | Sequence[str] | None = None) -> dict[str, Mapping[str, Any]]:
+        """The entry of each feature in `meta/info.json`; `videos` as for `export_lerobot`.
+
+        Raises:
+            SchemaError: a feature of `videos` is no image.
+        """
+        schema, imported = self._buffer.schema, self._imported_features
+        frame = {name: np.zeros((1, *field.shape), dtype_of(field)) for name, field in schema.fields.items()}
+        columns = self._columns(0, range(1), frame, np.zeros(1, np.int64))
+        images = [name for name, column in columns.items() if is_image(column)]
+        if videos is None:
+            videos = [name for name in images if imported.get(name, {}).get("dtype") == "video"]
+        films = images if videos is True else list(videos or ())
+        for name in films:
+            if name not in images:
+                raise SchemaError(
+                    f"videos: got {name!r}, expected features of uint8 images, (height, width, 1 or 3): "
+                    f"{', '.join(images) or 'there are none'}"
+                )
+        return {name: _entry(column, imported.get(name), video=name in films) for name, column in columns.items()}
+
+    def info(self, counts: Mapping[str, int], features: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of `meta/info.json`."""
+        films = any(about["dtype"] == "video" for about in features.values())
+        return {
+            "codebase_version": VERSION,
+            "robot_type": self.imported.get("robot_type"),
+            **counts,
+            "chunks_size": CHUNK,
+            "data_files_size_in_mb": 100,
+            "video_files_size_in_mb": VIDEO_MB,
+            "fps": self.rate,
+            "splits": {"train": f"0:{counts['total_episodes']}"},
+            "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+            "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4" if films else None,
+            "features": features,
+        }
+
+
+def _shaped(column: Any, feature: Mapping[str, Any] | None) -> Any:
+    """A feature in LeRobot's shape: (frames,) if it has one number a frame, channels last if it is an image."""
+    if column.shape[1:] == (1,):
+        return column[:, 0]
+    if feature and feature["dtype"] == "image" and not is_image(column) and column.ndim == 4:
+        return column.transpose(0, 2, 3, 1)
+    return column
 
 
 class _Film:
@@ -541,34 +604,6 @@ def is_image(column: Any) -> bool:
     return bool(column.dtype == np.uint8 and column.ndim == 4 and column.shape[-1] in (1, 3))
 
 
-def rate_of(buffer: ReplayBuffer, imported: Mapping[str, Any], fps: float | None) -> float:
-    """Frames a second, `fps` or as in the imported data set; an int if it is a whole number. Raises SchemaError."""
-    rate = fps or imported.get("fps")
-    if rate is None:
-        raise SchemaError(f"{buffer.folder}: it does not say how many steps a second has; pass fps=…")
-    return int(rate) if float(rate).is_integer() else float(rate)
-
-
-def info_of(
-    counts: Mapping[str, int], rate: float, imported: Mapping[str, Any], features: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The contents of `meta/info.json`."""
-    films = (about["dtype"] == "video" for about in features.values())
-    return {
-        "codebase_version": VERSION,
-        "robot_type": imported.get("robot_type"),
-        **counts,
-        "chunks_size": CHUNK,
-        "data_files_size_in_mb": 100,
-        "video_files_size_in_mb": VIDEO_MB,
-        "fps": rate,
-        "splits": {"train": f"0:{counts['total_episodes']}"},
-        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4" if any(films) else None,
-        "features": features,
-    }
-
-
 def _info(root: Path) -> dict[str, Any]:
     path = root / "meta" / "info.json"
     try:
@@ -622,24 +657,6 @@ def _decoded_image(data: bytes, shape: Any) -> Any:
     return image if list(image.shape) == list(shape) else image.transpose(2, 0, 1)
 
 
-def features_of(buffer: ReplayBuffer, imported: Mapping[str, Any]) -> dict[str, str]:
-    """Field -> the name of its feature. Raises SchemaError if LeRobot has something else of that name."""
-    names, theirs = read_names(buffer), {ours: theirs for theirs, ours in RENAMED.items()}
-    theirs["observation"] = "observation.state"
-    features = {name: theirs.get(name) or names.key(name) for name in buffer.fieldnames}
-    require_places(features, "LeRobot", COUNTERS if imported else (*COUNTERS, "task_index"))
-    return features
-
-
-def shaped(column: Any, feature: Mapping[str, Any] | None) -> Any:
-    """A feature in LeRobot's shape: (frames,) if it has one number a frame, channels last if it is an image."""
-    if column.shape[1:] == (1,):
-        return column[:, 0]
-    if feature and feature["dtype"] == "image" and not is_image(column) and column.ndim == 4:
-        return column.transpose(0, 2, 3, 1)
-    return column
-
-
 def _arrow(column: Any) -> Any:
     """A column as an Arrow array: images as PNG, vectors as lists of a fixed length."""
     if is_image(column):
@@ -651,32 +668,6 @@ def _png(image: Any) -> bytes:
     file = io.BytesIO()
     Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).save(file, format="PNG")
     return file.getvalue()
-
-
-def entries_of(
-    buffer: ReplayBuffer, imported: Mapping[str, Any], videos: bool | Sequence[str] | None = None
-) -> dict[str, Mapping[str, Any]]:
-    """The entry of each feature in `meta/info.json`; `videos` as for `export_lerobot`. Raises SchemaError as there."""
-    imported_features: Mapping[str, Any] = imported.get("features") or {}
-    columns = {
-        feature: shaped(np.zeros((1, *field.shape), dtype_of(field)), imported_features.get(feature))
-        for (name, feature), field in zip(
-            features_of(buffer, imported).items(), buffer.schema.fields.values(), strict=True
-        )
-    }
-    columns.setdefault("timestamp", np.zeros(1, np.float32))
-    columns |= dict.fromkeys(("task_index", *COUNTERS), np.zeros(1, np.int64))
-    images = [name for name, column in columns.items() if is_image(column)]
-    if videos is None:
-        videos = [name for name in images if imported_features.get(name, {}).get("dtype") == "video"]
-    films = images if videos is True else list(videos or ())
-    for name in films:
-        if name not in images:
-            raise SchemaError(
-                f"videos: got {name!r}, expected features of uint8 images, (height, width, 1 or 3): "
-                f"{', '.join(images) or 'there are none'}"
-            )
-    return {name: _entry(column, imported_features.get(name), video=name in films) for name, column in columns.items()}
 
 
 def _entry(column: Any, imported: Mapping[str, Any] | None, *, video: bool) -> Mapping[str, Any]:

@@ -15,23 +15,8 @@ import numpy as np
 
 from memmap_buffer import Field, NotEnoughDataError, Offsets, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import AnyPath, Array, extra, flatten
-from memmap_buffer.interop.episodes import (
-    exported_episodes,
-    opened,
-    read_extra,
-    require_kinds,
-    with_excluded,
-)
-from memmap_buffer.interop.lerobot import (
-    COUNTERS,
-    FeatureStatistics,
-    Tasks,
-    entries_of,
-    exported,
-    features_of,
-    info_of,
-    rate_of,
-)
+from memmap_buffer.interop.episodes import exported_episodes, opened, require_kinds, with_excluded
+from memmap_buffer.interop.lerobot import COUNTERS, FeatureStatistics, Form
 
 CAMERAS = ("image", "video")
 
@@ -172,28 +157,22 @@ class DiskLeRobotMetadata:
 
     def __init__(self, repo_id: str, disk: ReplayBuffer, fps: float | None = None) -> None:
         self.repo_id, self.root, self._disk = repo_id, disk.folder, disk
-        imported = read_extra(disk, "lerobot") or {}
-        rate = rate_of(disk, imported, fps)
+        self._form = form = Form(disk, fps)
         require_kinds(disk.schema.fields, "LeRobot")
         if not disk.num_episodes:
             raise NotEnoughDataError(f"{disk.folder}: there are no episodes")
         self.serials, lengths = disk.serials, disk.episode_lens
         ends = np.cumsum(lengths)
         self.bounds = np.stack([ends - lengths, ends], axis=1)
-        stored = features_of(disk, imported)
-        entries = {
-            name: {**about, "shape": tuple(about["shape"])} for name, about in entries_of(disk, imported).items()
-        }
-        entries.pop(stored.pop("valid", ""), None)
-        self.stored = {feature: field for field, feature in stored.items()}
-        self._tasks = Tasks(disk, imported)
-        self.texts, self.task_of = self._tasks.texts, None
-        if not self._tasks.by_frame:
+        entries = {name: {**about, "shape": tuple(about["shape"])} for name, about in form.entries().items()}
+        entries.pop(form.features.get("valid", ""), None)
+        self.stored = {feature: field for field, feature in form.features.items() if field != "valid"}
+        self.texts, self.task_of = form.texts, None
+        if not form.by_frame:
             texts = disk.episodes(fields=())["task"] if "task" in disk.meta_fieldnames else [""] * len(lengths)
-            self.task_of = np.array([self._tasks.number_of(str(text)) for text in texts])
-        self._imported = imported
+            self.task_of = np.array([form.number_of(str(text)) for text in texts])
         totals = {"total_episodes": len(lengths), "total_frames": int(ends[-1]), "total_tasks": len(self.texts)}
-        self.info = info_of(totals, rate, imported, entries)
+        self.info = form.info(totals, entries)
         columns = {
             "episode_index": np.arange(len(lengths)),
             "length": lengths,
@@ -214,7 +193,7 @@ class DiskLeRobotMetadata:
 
         Else they are computed, which reads every frame once. They may be replaced.
         """
-        imported = self._imported.get("stats")
+        imported = self._form.imported.get("stats")
         if imported and imported["of"] == [self.total_episodes, self.total_frames]:
             return _arrays(imported["features"])
         return self.compute_stats()
@@ -223,7 +202,7 @@ class DiskLeRobotMetadata:
         """Compute `stats` anew, as after values were changed; this reads every frame once."""
         episodes = exported_episodes(self._disk)
         statistics = FeatureStatistics(episodes.num_steps)
-        for _, columns in exported(episodes, self._imported, float(self.fps), self._tasks):
+        for _, columns in self._form.episodes(episodes):
             statistics.add(columns)
         self.stats = _arrays(statistics.whole())
         return self.stats
