@@ -93,18 +93,34 @@ class _Recorded:
         keep_partial: bool,
         mode: AutoresetMode,
     ) -> None:
-        """Open the buffer. `mode`: how the environments reset; the other arguments are those of `RecordEpisodes`."""
-        self.buffer, self._owned = _opened(place, self.env, infos, meta, options), not isinstance(place, ReplayBuffer)
+        """Open the buffer. `mode`: how the environments reset; the other arguments are those of `RecordEpisodes`.
+
+        Its folder gets the changed keys of spaces and infos.
+        """
+        spaces = spaces_of(self.env)
+        names, self._owned = names_of(*spaces), not isinstance(place, ReplayBuffer)
+        if isinstance(place, ReplayBuffer):
+            if options or infos:
+                listed = ", ".join([*options, *(["infos"] if infos else [])])
+                raise SchemaError(
+                    f"{listed}: the buffer is open already, and says this itself; drop them, or give a folder"
+                )
+            self.buffer = place
+        else:
+            own = Schema.from_example(meta).fields if meta else {}
+            meta_fields = {**META, **own, **(options.pop("meta_fields", None) or {})}
+            fields = {**(options.pop("fields", None) or {}), **(names.ours({INFO: infos}) if infos else {})}
+            self.buffer = ReplayBuffer.for_env(self.env, place, fields=fields, meta_fields=meta_fields, **options)
+        stored = read_names(self.buffer)
+        stored.changed |= names.changed
+        write_names(self.buffer, stored)
+        _check_fields(self.buffer.schema, schema_of(*spaces))
         self.meta = dict(meta or {})
         self._keep_partial, self._mode = keep_partial, mode
         self._is_vector = isinstance(self.env, VectorEnv)
         self._states = [_State() for _ in range(self.env.num_envs if self._is_vector else 1)]
-        names = read_names(self.buffer)
-        self._infos = {
-            name: names.key(name).removeprefix(f"{INFO}.")
-            for name in self.buffer.schema.fields
-            if name.startswith(f"{INFO}.")
-        }
+        of_infos = [name for name in self.buffer.schema.fields if name.startswith(f"{INFO}.")]
+        self._infos = {name: stored.key(name).removeprefix(f"{INFO}.") for name in of_infos}
 
     def _row(self, group: str, space: Any, value: Any) -> Row:
         """The fields of an observation, or of an action, that the buffer has: dotted name -> a copy of the value."""
@@ -377,30 +393,6 @@ class RecordVectorEpisodes(_Recorded, AnyVectorWrapper):
         if "_states" in vars(self):  # before Gymnasium 1.4 a finaliser closes a wrapper even if `__init__` raised
             self._close()
             super().close(**kwargs)
-
-
-def _opened(
-    place: Place, env: Any, infos: Mapping[str, Any] | None, meta: Mapping[str, Any] | None, options: dict[str, Any]
-) -> ReplayBuffer:
-    """The buffer to record into. Its folder gets the changed keys of spaces and infos."""
-    names = names_of(*spaces_of(env))
-    if isinstance(place, ReplayBuffer):
-        if options or infos:
-            listed = ", ".join([*options, *(["infos"] if infos else [])])
-            raise SchemaError(
-                f"{listed}: the buffer is open already, and says this itself; drop them, or give a folder"
-            )
-        buffer = place
-    else:
-        own = Schema.from_example(meta).fields if meta else {}
-        meta_fields = {**META, **own, **(options.pop("meta_fields", None) or {})}
-        fields = {**(options.pop("fields", None) or {}), **(names.ours({INFO: infos}) if infos else {})}
-        buffer = ReplayBuffer.for_env(env, place, fields=fields, meta_fields=meta_fields, **options)
-    _check_fields(buffer.schema, schema_of(*spaces_of(env)))
-    stored = read_names(buffer)
-    stored.changed |= names.changed
-    write_names(buffer, stored)
-    return buffer
 
 
 def _seed_of(seed: int | Sequence[int | None] | None, i: int) -> int | None:
