@@ -22,9 +22,7 @@ from memmap_buffer.interop.episodes import (
     put_when_whole,
     read_extra,
     read_names,
-    require_fields,
-    require_kinds,
-    require_places,
+    require_storable,
 )
 from memmap_buffer.interop.target import Target
 
@@ -123,13 +121,11 @@ def export_d4rl(buffer: ReplayBuffer, path: AnyPath) -> None:
             two fields would be one array or one within the other.
         OSError: there is a file already.
     """
-    require_fields(buffer, ("observation", "action"), "D4RL")
-    require_kinds(buffer.schema.fields, "D4RL", "U")
     keys = read_names(buffer)
     places = {name: f"infos/{keys.key(name, '/')}" for name in buffer.fieldnames if name not in buffer.schema.ends}
     places |= {name: "/".join(["infos", *map(str, keys.path(name)[1:])]) for name in places if name.startswith("info.")}
     places |= {ours: theirs for theirs, ours in STEPS.items() if ours in places}
-    require_places(places, "D4RL")
+    require_storable(buffer, "D4RL", needs=("observation", "action"), places=places, kinds="U")
     episodes, place = exported_episodes(buffer), path_of(path)
     with put_when_whole(place) as new, h5py.File(new / place.name, "x") as file:
         steps = episodes.num_steps
@@ -178,17 +174,16 @@ def _write_episode(
     for name, place in places.items():
         file[place][start:stop] = episode[name][: stop - start]
     whole = episode["observation"]
-    if len(whole) > stop - start:
-        if start == 0:
-            shape = file["observations"].shape
-            file.create_dataset("next_observations", shape, whole.dtype)
-        elif "next_observations" not in file:
-            raise SchemaError(f"steps {start} to {stop}: a final observation, which the episodes before do not have")
-        file["next_observations"][start:stop] = whole[1:]
-    elif "next_observations" in file:
+    has_final = len(whole) > stop - start
+    if start == 0 and has_final:
+        file.create_dataset("next_observations", file["observations"].shape, whole.dtype)
+    if has_final != ("next_observations" in file):
+        what, before = ("a", "do not have") if has_final else ("no", "have")
         raise SchemaError(
-            f"steps {start} to {stop}: no final observation, which the episodes before have; leave it out"
+            f"steps {start} to {stop}: {what} final observation, which the episodes before {before}; leave it out"
         )
+    if has_final:
+        file["next_observations"][start:stop] = whole[1:]
     terminated, truncated = ends_of(schema, episode, stop - start)
     truncated[-1] |= not last and not terminated[-1]
     file["terminals"][start:stop], file["timeouts"][start:stop] = terminated, truncated

@@ -213,13 +213,25 @@ def ends_of(schema: Schema, episode: Mapping[str, Any], length: int) -> tuple[Bo
     return terminated, truncated
 
 
-def require_fields(buffer: ReplayBuffer, names: Iterable[str], format_name: str) -> None:
-    """Raise SchemaError unless the buffer has fields, and not groups of fields, of these names."""
-    for name in names:
+def require_storable(
+    buffer: ReplayBuffer, format_name: str, *, needs: Iterable[str], places: Mapping[str, str], kinds: str = ""
+) -> None:
+    """Raise SchemaError unless a format has a place for every field of a buffer.
+
+    Args:
+        buffer: the buffer.
+        format_name: for the error.
+        needs: fields, and not groups of fields, that must be there.
+        places: as for `require_places`.
+        kinds: as for `require_kinds`.
+    """
+    for name in needs:
         if name not in buffer.schema.fields:
             raise SchemaError(
                 f"{buffer.folder}: it has no field {name!r}, which {format_name} needs flat; flatten or rename it"
             )
+    require_kinds(buffer.schema.fields, format_name, kinds)
+    require_places(places, format_name)
 
 
 def require_kinds(fields: Mapping[str, Field], format_name: str, kinds: str = "", *, lists: bool = False) -> None:
@@ -251,19 +263,16 @@ def require_places(places: Mapping[str, str], format_name: str, own: Iterable[st
         format_name: for the error.
         own: the places at which the format has something else.
     """
-    remedy = "export a copy in which one has another name (`snapshot`, then `rename_field`)"
-    taken = dict.fromkeys(own, f"what {format_name} counts itself")
+    holders = {place: f"field {name!r}" for name, place in reversed([*places.items()])}
+    holders |= dict.fromkeys(own, f"what {format_name} counts itself")
     for name, place in places.items():
-        if place in taken:
-            raise SchemaError(
-                f"field {name!r}: it would be {place!r} in {format_name}, as {taken[place]} is; {remedy}", field=name
-            )
-        taken[place] = f"field {name!r}"
-    for name, place in places.items():
-        for end in (i for i, letter in enumerate(place) if letter == "/"):
-            if place[:end] in taken:
+        within = [place[:end] for end, letter in enumerate(place) if letter == "/"]
+        for part in (place, *within):
+            if holders.get(part, f"field {name!r}") != f"field {name!r}":
+                where = f"as {holders[part]} is" if part == place else f"within {holders[part]}"
                 raise SchemaError(
-                    f"field {name!r}: it would be {place!r} in {format_name}, within {taken[place[:end]]}; {remedy}",
+                    f"field {name!r}: it would be {place!r} in {format_name}, {where}; export a copy in which one has "
+                    "another name (`snapshot`, then `rename_field`)",
                     field=name,
                 )
 

@@ -37,9 +37,8 @@ from memmap_buffer.interop.episodes import (
     put_when_whole,
     read_extra,
     read_names,
-    require_fields,
     require_kinds,
-    require_places,
+    require_storable,
 )
 
 with extra("minari"):
@@ -152,10 +151,10 @@ def export_minari(
             lists or of a kind that the format cannot hold, two fields would be one info or one within the other, or
             Minari is so old that it stores images only as JPEG.
     """
-    require_fields(buffer, ("reward",), "Minari")
     names, table = read_names(buffer), data_format != "hdf5"
-    require_places({name: "/".join(map(str, _place(name, names))) for name in _infos_of(buffer.schema)}, "Minari")
-    _require_storable(buffer.schema, data_format, table=table)
+    places = {name: "/".join(map(str, _place(name, names))) for name in _infos_of(buffer.schema)}
+    require_storable(buffer, "Minari", needs=("reward",), places=places)
+    _require_kinds(buffer.schema, data_format, table=table)
     as_they_are = _as_they_are(buffer)
     imported: dict[str, Any] = read_extra(buffer, "minari") or {}
     made = gymnasium.make(env) if isinstance(env, str) else env
@@ -186,7 +185,7 @@ def export_minari(
     return MinariDataset(path)
 
 
-def _require_storable(schema: Schema, data_format: str, *, table: bool) -> None:
+def _require_kinds(schema: Schema, data_format: str, *, table: bool) -> None:
     """Raise SchemaError if Minari cannot store a field. `table`: a format with a row for each observation."""
     require_kinds(schema.fields, f"Minari's {data_format!r}", "c" if table else "")
     for name, field in schema.fields.items():
@@ -331,12 +330,8 @@ def _metadata_of(buffer: ReplayBuffer, values: Mapping[str, Any], names: Names, 
         if name == "seed" or name.startswith(f"{GIVEN}.") or not values.get(f"{GIVEN}.{name}", True):
             continue
         value = np.asarray(values[name])
-        path = [str(key) for key in names.path(name)]
-        put(
-            out,
-            path if as_json else ["/".join(path)],
-            value.tolist() if as_json or value.dtype.kind == "U" else value[()],
-        )
+        plain = value.tolist() if as_json or value.dtype.kind == "U" else value[()]
+        put(out, list(map(str, names.path(name))) if as_json else [names.key(name, "/")], plain)
     return out
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer import Field, ReplayBuffer, Schema, SchemaError
+from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import AnyPath, IfExists, Names, extra, flatten, is_image, path_of
 from memmap_buffer.interop.columns import InferredFields, as_text, with_final
 from memmap_buffer.interop.episodes import (
@@ -26,9 +26,7 @@ from memmap_buffer.interop.episodes import (
     put_when_whole,
     read_extra,
     read_names,
-    require_fields,
-    require_kinds,
-    require_places,
+    require_storable,
 )
 from memmap_buffer.interop.target import Target
 
@@ -119,15 +117,15 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
             the other.
         OSError: there is a file already.
     """
-    require_fields(buffer, ("action",), "robomimic")
-    require_kinds(buffer.schema.fields, "robomimic", "U")
+    names, schema = read_names(buffer, NAMES), buffer.schema
+    written = [name for name in schema.fields if name == "done" or name not in schema.ends]
+    makes_done = bool(schema.ends) and "done" not in written  # of the fields that end episodes
+    places = {name: _place(name, names) for name in (*written, *["done"] * makes_done)}
+    require_storable(buffer, "robomimic", needs=("action",), places=places, kinds="U")
     imported: dict[str, Any] = read_extra(buffer, "robomimic") or {}
     attributes = dict(imported.get("attributes", {}))
     if env is not None or not imported:
         attributes["env_args"] = _env_args(buffer, env)
-    names = read_names(buffer, NAMES)
-    places = {name: _place(name, names) for name in _written(buffer.schema)}
-    require_places(places, "robomimic")
     masks: dict[str, list[str]] = {name: [] for name in buffer.meta_fieldnames if name.startswith(MASK)}
     episodes, place = exported_episodes(buffer), path_of(path)
     with put_when_whole(place) as new, h5py.File(new / place.name, "x") as file:
@@ -137,8 +135,11 @@ def export_robomimic(buffer: ReplayBuffer, path: AnyPath, *, env: Any = None) ->
             length, demo = len(rows), str(episode.get("demo", f"demo_{i}"))
             group = data.create_group(demo)
             group.attrs.update({**imported.get("demos", {}).get(demo, {}), "num_samples": length})
-            for name, column in _exported(buffer.schema, episode, length).items():
-                array = places[name]
+            if makes_done:
+                terminated, truncated = ends_of(schema, episode, length)
+                episode["done"] = (terminated | truncated).astype(np.int64)
+            for name, array in places.items():
+                column = episode[name]
                 group[array] = column[:length]
                 if len(column) > length and array.startswith("obs/"):
                     group[f"{NEXT}/{array.removeprefix('obs/')}"] = column[1:]
@@ -163,21 +164,6 @@ def _read(demo: Any, names: Names) -> dict[str, Any]:
 
 def _is_image(field: Field) -> bool:
     return field.dtype == "uint8" and is_image(field) and field.shape[2:] in ((1,), (3,))
-
-
-def _exported(schema: Schema, episode: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Dotted name -> column, for the arrays to write."""
-    columns = {name: episode[name] for name in _written(schema) if name in schema.fields}
-    if schema.ends and "done" not in columns:
-        terminated, truncated = ends_of(schema, episode, length)
-        columns["done"] = (terminated | truncated).astype(np.int64)
-    return columns
-
-
-def _written(schema: Schema) -> list[str]:
-    """The names of the arrays to write; where the fields that end episodes have other names, "done" is made of them."""
-    kept = [name for name in schema.fields if name == "done" or name not in schema.ends]
-    return [*kept, "done"] if schema.ends and "done" not in kept else kept
 
 
 def _place(name: str, names: Names) -> str:
