@@ -31,7 +31,7 @@ from memmap_buffer.interop.episodes import (
     require_places,
 )
 from memmap_buffer.interop.target import Target
-from memmap_buffer.interop.video import FilmReader, FilmWriter, film_info
+from memmap_buffer.interop.video import FilmReader, FilmWriter
 
 with extra("lerobot"):
     import pyarrow as pa
@@ -172,7 +172,7 @@ def export_lerobot(
                 if len(rows) == GROUP or row["episode_index"] == len(stored) - 1:
                     episodes.add(pa.Table.from_pylist(rows))  # for each alone it would take milliseconds
                     rows.clear()
-        features |= {name: {**features[name], "info": film.info()} for name, film in films.items()}
+        features |= {name: {**features[name], "info": film.info} for name, film in films.items()}
         counts = {"total_episodes": len(stored), "total_frames": stored.num_steps, "total_tasks": len(form.texts)}
         facts = {"stats": statistics.whole(), "info": form.info(counts, features)}
         for name, fact in facts.items():
@@ -497,7 +497,11 @@ def _shaped(column: Any, feature: Mapping[str, Any] | None) -> Any:
 
 
 class _Film:
-    """The videos of a feature: each file has many episodes, up to `VIDEO_MB`."""
+    """The videos of a feature: each file has many episodes, up to `VIDEO_MB`.
+
+    Attributes:
+        info: the facts about the videos in LeRobot's `meta/info.json`, when one is begun.
+    """
 
     def __init__(self, root: Path, name: str, rate: float, vcodec: str, crf: int) -> None:
         self._root, self._name, self._rate, self._vcodec = root, name, rate, vcodec
@@ -518,9 +522,10 @@ class _Film:
         if self._writer is None or self._writer.size >= VIDEO_MB << 20:
             self.close()
             self._number, self._frames = self._number + 1, 0
-            path = self._path(self._number)
+            path = self._root / VIDEO.format(self._name, *divmod(self._number, CHUNK))
             path.parent.mkdir(parents=True, exist_ok=True)
             self._writer = FilmWriter(path, frames.shape[1:3], self._rate, self._vcodec, self._options)
+            self.info = {f"video.{which}": fact for which, fact in self._writer.info.items()} | {"has_audio": False}
         self._writer.write(frames)
         start, self._frames = self._frames, self._frames + len(frames)
         chunk, file = divmod(self._number, CHUNK)
@@ -532,14 +537,6 @@ class _Film:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-    def info(self) -> dict[str, Any]:
-        """The facts about the videos in LeRobot's `meta/info.json`."""
-        about = film_info(self._path(0))
-        return {f"video.{which}": value for which, value in about.items()} | {"has_audio": False}
-
-    def _path(self, number: int) -> Path:
-        return self._root / VIDEO.format(self._name, *divmod(number, CHUNK))
 
 
 class FeatureStatistics:

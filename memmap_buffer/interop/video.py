@@ -84,6 +84,7 @@ class FilmWriter:
 
     Attributes:
         size: how many bytes the encoder has given so far.
+        info: height, width, codec, pix_fmt, is_depth_map, fps and channels of the film, as LeRobot names them.
 
     Args:
         place: of the file.
@@ -123,6 +124,15 @@ class FilmWriter:
                 f"{place}: {codec} takes no frames of {shape[0]} x {shape[1]} ({error}); crop them to even sizes, or "
                 "use another codec"
             ) from error
+        self.info = {
+            "height": stream.height,
+            "width": stream.width,
+            "codec": stream.codec.canonical_name,
+            "pix_fmt": stream.pix_fmt,
+            "is_depth_map": False,
+            "fps": int(fps),
+            "channels": 3,
+        }
 
     def write(self, frames: Any) -> None:
         """Add frames, each (H, W, 3) uint8."""
@@ -138,23 +148,6 @@ class FilmWriter:
             self._film.mux(self._stream.encode())
         finally:
             self._film.close()
-
-
-def film_info(place: Path) -> dict[str, Any]:
-    """Height, width, codec, pix_fmt, is_depth_map, fps and channels of a film, as LeRobot names them."""
-    with extra("video"):
-        import av
-    with av.open(str(place)) as film:
-        stream: Any = film.streams.video[0]
-        return {
-            "height": stream.height,
-            "width": stream.width,
-            "codec": stream.codec.canonical_name,
-            "pix_fmt": stream.pix_fmt,
-            "is_depth_map": False,
-            "fps": int(stream.base_rate),
-            "channels": 3,
-        }
 
 
 class FilmReader:
