@@ -191,8 +191,11 @@ def put_when_whole(*places: Path, replace: bool = False) -> Iterator[Path]:
         for place in places:
             if (new / place.name).exists():
                 (new / place.name).replace(place.resolve())
-    except MemmapBufferError as error:
-        error.args = (str(error).replace(str(new), str(places[0].parent)),)
+    except (MemmapBufferError, OSError) as error:  # which name the new folder
+        shown = str(places[0].parent)
+        error.args = tuple(part.replace(str(new), shown) if isinstance(part, str) else part for part in error.args)
+        if isinstance(error, OSError) and isinstance(error.filename, str):
+            error.filename = error.filename.replace(str(new), shown)
         raise
     finally:
         rmtree(new, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from multiprocessing import get_context
@@ -298,6 +299,17 @@ def test_a_file_that_an_export_would_replace_stays_until_the_new_one_is_whole(
     store(ring, 9, 2)
     export("ogbench", ring, place)
     assert (place / "data").read_bytes() != before
+
+
+def test_an_error_names_the_place_of_the_export_and_not_the_hidden_folder(
+    ring: ReplayBuffer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Any, **arrays: Any) -> None:
+        raise OSError(28, "No space left on device", file.name)
+
+    monkeypatch.setattr("numpy.savez_compressed", full)
+    with pytest.raises(OSError, match=re.escape(f"No space left on device: '{place / 'data'}'")):
+        export("ogbench", ring, place)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
