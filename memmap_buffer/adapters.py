@@ -10,7 +10,8 @@ package; docs/adapters.md builds one step by step.
     pictures            frames_of, is_image, lines_of, draw_lines, MAX_LINES
     episodes            Episode, EpisodeGroup, Readable, progress
     tables of episodes  EpisodeColumns, column_of, matching, order_of, histogram_of, tags_of, TAGS, Mark
-    data sets           Target, import_episodes, exported_episodes, read_names, write_names, read_extra, write_extra;
+    data sets           Target, import_episodes, exported_episodes, put_when_whole, read_names, write_names,
+                        read_extra, write_extra;
                         LOST: the folder into which `repair` moves the files that it takes out of a buffer
     environments        schema_of, spaces_of, names_of, encode_space, decode_space, image_codec, resets_by_a_step
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from memmap_buffer.interop.episodes import (
         exported_episodes,
         import_episodes,
+        put_when_whole,
         read_extra,
         read_names,
         write_extra,
@@ -106,6 +108,7 @@ __all__ = [
     "order_of",
     "path_of",
     "progress",
+    "put_when_whole",
     "read_extra",
     "read_names",
     "resets_by_a_step",
@@ -122,7 +125,8 @@ __all__ = [
 _LATER = {  # these need an optional package, take long to import, or import this module themselves
     "environments": "decode_space encode_space image_codec names_of resets_by_a_step schema_of spaces_of",
     "interop.columns": "equal_rows",
-    "interop.episodes": "exported_episodes import_episodes read_extra read_names write_extra write_names",
+    "interop.episodes": "exported_episodes import_episodes put_when_whole "
+    "read_extra read_names write_extra write_names",
     "interop.target": "Target",
     "loading.datasets": "EpisodeDataset loader_of",
     "loading.prefetch": "Device to_device",

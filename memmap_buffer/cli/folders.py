@@ -5,14 +5,12 @@ A new file or folder appears when it is whole: it is made under a temporary name
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from memmap_buffer import MemmapBufferError, ReplayBuffer, shards_at
-from memmap_buffer.adapters import Verify, is_url
+from memmap_buffer import ReplayBuffer, shards_at
+from memmap_buffer.adapters import Verify, is_url, put_when_whole
 from memmap_buffer.cli.minimal import agreed, say, shards_of
 from memmap_buffer.cli.terminal import Problem
 
@@ -61,8 +59,9 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     require_new(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _moved(target) as place:
-        yield place
+    with put_when_whole(target, replace=True) as new:  # an empty folder, at most
+        (new / target.name).mkdir()
+        yield new / target.name
 
 
 @contextmanager
@@ -78,8 +77,8 @@ def new_file(out: Path, yes: bool) -> Iterator[Path]:
         raise Problem(f"{out}: it is there already, and was left as it is")
     if not out.parent.is_dir():
         raise Problem(f"{out}: there is no folder {out.parent}; make it first")
-    with _moved(out, out.name) as place:
-        yield place
+    with put_when_whole(out, replace=True) as new:
+        yield new / out.name
     say(f"wrote {out}")
 
 
@@ -87,24 +86,3 @@ def require_new(target: Path) -> None:
     """Raise Problem unless `target` is missing or an empty folder."""
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise Problem(f"{target}: there is something already; give a new folder")
-
-
-@contextmanager
-def _moved(target: Path, name: str = "") -> Iterator[Path]:
-    """A temporary folder, or a path in it, that becomes `target` after the block. Errors of the block name `target`."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise Problem(f"{target}: {error.strerror}") from error
-    try:
-        yield folder / name
-        (folder / name).replace(target)  # also an empty folder (rename(2))
-    except BrokenPipeError:
-        raise
-    except (MemmapBufferError, OSError) as error:
-        text = str(error).replace(str(folder / name), str(target)).replace(str(folder), str(target))
-        if text == str(error):
-            raise
-        raise Problem(text) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -182,6 +182,11 @@ def put_when_whole(*places: Path, replace: bool = False) -> Iterator[Path]:
             if not replace and (place.exists() or place.is_symlink()):
                 raise FileExistsError(EEXIST, "it exists already; give a new name", str(place))
 
+    def with_places(text: str) -> str:
+        for place in places:
+            text = text.replace(str(new / place.name), str(place))
+        return text.replace(str(new), str(places[0].parent))
+
     require_new()
     parent.mkdir(parents=True, exist_ok=True)
     new = Path(mkdtemp(prefix=f".{places[0].name}.", dir=parent))
@@ -192,10 +197,9 @@ def put_when_whole(*places: Path, replace: bool = False) -> Iterator[Path]:
             if (new / place.name).exists():
                 (new / place.name).replace(place.resolve())
     except (MemmapBufferError, OSError) as error:  # which name the new folder
-        shown = str(places[0].parent)
-        error.args = tuple(part.replace(str(new), shown) if isinstance(part, str) else part for part in error.args)
+        error.args = tuple(with_places(part) if isinstance(part, str) else part for part in error.args)
         if isinstance(error, OSError) and isinstance(error.filename, str):
-            error.filename = error.filename.replace(str(new), shown)
+            error.filename = with_places(error.filename)
         raise
     finally:
         rmtree(new, ignore_errors=True)

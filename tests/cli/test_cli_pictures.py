@@ -304,4 +304,4 @@ def test_errors_name_what_was_asked_for_and_no_temporary_place(tmp_path, monkeyp
     assert capsys.readouterr().err == "memmap-buffer: [Errno 28] No space left on device: 'x.png'\n"
     monkeypatch.setattr(ReplayBuffer, "store_episode", lambda self, **_: fail(self, self.folder / "data"))
     assert main("merge", "new", "b") == 2
-    assert capsys.readouterr().err == f"memmap-buffer: [Errno 28] No space left on device: '{tmp_path}/new/data'\n"
+    assert capsys.readouterr().err == "memmap-buffer: [Errno 28] No space left on device: 'new/data'\n"
