@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from memmap_buffer.format.records import FINAL
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.weights import NumberedFolder
 from memmap_buffer.progress import progress
-from memmap_buffer.schema import Schema
+from memmap_buffer.schema import Schema, flatten, nest
 from memmap_buffer.views.anchors import BoolArray
 
 log = logging.getLogger("memmap_buffer")
@@ -138,12 +137,10 @@ class Normalize:
             SchemaError: `keep_padding`, and the batch does not tell which of its timesteps exist.
         """
 
-        def normalized(prefix: str, name: str, value: Any) -> Any:
-            shift, scale = self.scales[name]
-            out = _computed(value, shift, scale, lambda x, shift, scale: (x - shift) / scale)
-            return _with_zeros(batch, prefix, name, np.ndim(shift), out) if self.keep_padding else out
+        def normalized(x: Any, shift: Any, scale: Any) -> Any:
+            return (x - shift) / scale
 
-        return _each(batch, self.scales, normalized)
+        return self._each(batch, normalized, keep_padding=self.keep_padding)
 
     def inverse(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A new batch with the fields scaled back: x · scale + shift.
@@ -152,10 +149,21 @@ class Normalize:
             batch: key -> tensor or array, such as a policy's actions.
         """
 
-        def scaled_back(_: str, name: str, value: Any) -> Any:
-            return _computed(value, *self.scales[name], lambda x, shift, scale: x * scale + shift)
+        def scaled_back(x: Any, shift: Any, scale: Any) -> Any:
+            return x * scale + shift
 
-        return _each(batch, self.scales, scaled_back)
+        return self._each(batch, scaled_back, keep_padding=False)
+
+    def _each(self, batch: dict[str, Any], change: Callable[..., Any], *, keep_padding: bool) -> dict[str, Any]:
+        """A copy of a batch in which `change`(x, shift, scale) replaces each field, its `next_` and its `seq_`."""
+        values = flatten(batch)
+        out = dict(values)
+        for name, (shift, scale) in self.scales.items():
+            for prefix in ("", "next_", "seq_"):
+                if (key := prefix + name) in values:
+                    changed = _computed(values[key], shift, scale, change)
+                    out[key] = _with_zeros(values, prefix, name, np.ndim(shift), changed) if keep_padding else changed
+        return nest(out)
 
 
 def statistics(
@@ -302,9 +310,11 @@ class RunningStatistics:
         rng = np.random.default_rng(seed)
         size = min(total, SAMPLE, max(1024, SAMPLE_BYTES // (8 * max(1, math.prod(shape)))))
         self._chosen = np.sort(rng.choice(total, size, replace=False, shuffle=False))
-        self._moments, self._quantiles, self._exact = _Moments(shape), tuple(map(float, quantiles)), size == total
+        self._quantiles, self._exact = tuple(map(float, quantiles)), size == total
         self._sample: list[Array] = []
-        self._seen = 0
+        self._seen = self._count = 0  # entries, and those that count
+        self._mean, self._squares = np.zeros(shape), np.zeros(shape)  # squared deviations from the mean, their sum
+        self._min, self._max = np.full(shape, np.inf), np.full(shape, -np.inf)
 
     def __repr__(self) -> str:
         return f"<RunningStatistics: {self._seen} entries so far, of {len(self._chosen)} a sample is kept>"
@@ -319,7 +329,7 @@ class RunningStatistics:
         values, valid = np.asarray(rows, np.float64), np.ones(len(rows), bool) if valid is None else valid
         if valid.any():
             with np.errstate(over="ignore", invalid="ignore"):  # of NaN, infinities, and the largest numbers
-                self._moments.merge(values[valid] if not valid.all() else values)
+                self._merge(values[valid] if not valid.all() else values)
         first, stop = np.searchsorted(self._chosen, [self._seen, self._seen + len(rows)])
         drawn = self._chosen[first:stop] - self._seen
         self._sample.append(values[drawn[valid[drawn]]])
@@ -327,38 +337,28 @@ class RunningStatistics:
 
     def result(self) -> FieldStatistics | None:
         """The statistics of the entries so far; None if none counted."""
-        moments = self._moments
-        if not moments.count:
+        if not self._count:
             return None
         sample = np.concatenate(self._sample)
         with np.errstate(over="ignore", invalid="ignore"):
             quantiles = dict(zip(self._quantiles, np.quantile(sample, self._quantiles, axis=0), strict=True))
         rank_error = 0.0 if self._exact else math.sqrt(math.log(2 / DELTA) / (2 * len(sample)))
-        std = np.sqrt(moments.squares / moments.count)
-        return FieldStatistics(moments.count, moments.mean, std, moments.min, moments.max, quantiles, rank_error)
+        std = np.sqrt(self._squares / self._count)
+        return FieldStatistics(self._count, self._mean, std, self._min, self._max, quantiles, rank_error)
 
-
-class _Moments:
-    """Count, mean, sum of squared deviations from the mean, and extremes; blocks are merged one after another."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.count = 0
-        self.mean, self.squares = np.zeros(shape), np.zeros(shape)
-        self.min, self.max = np.full(shape, np.inf), np.full(shape, -np.inf)
-
-    def merge(self, values: Array) -> None:
-        """Merge a block, (n, *shape) float64, n > 0."""
+    def _merge(self, values: Array) -> None:
+        """Merge the mean, the deviations and the extremes of a block, (n, *shape) float64, n > 0."""
         n, axis = len(values), 0
         if values[0].size <= NARROW:
             values, axis = np.ascontiguousarray(np.moveaxis(values, 0, -1)), -1
         mean = values.mean(axis=axis)
-        total, shift = self.count + n, mean - self.mean
+        total, shift = self._count + n, mean - self._mean
         deviations = values - np.expand_dims(mean, axis)
-        self.squares = self.squares + (deviations**2).sum(axis=axis) + shift**2 * (self.count * n / total)
-        self.mean = self.mean + shift * (n / total)
-        self.min = np.minimum(self.min, values.min(axis=axis))
-        self.max = np.maximum(self.max, values.max(axis=axis))
-        self.count = total
+        self._squares = self._squares + (deviations**2).sum(axis=axis) + shift**2 * (self._count * n / total)
+        self._mean = self._mean + shift * (n / total)
+        self._min = np.minimum(self._min, values.min(axis=axis))
+        self._max = np.maximum(self._max, values.max(axis=axis))
+        self._count = total
 
 
 def _entries(storage: Storage, table: EpisodeTable, name: str) -> IntArray:
@@ -372,44 +372,26 @@ def _entries(storage: Storage, table: EpisodeTable, name: str) -> IntArray:
 
 def _read_blocks(storage: Storage, table: EpisodeTable, name: str) -> Iterator[tuple[Array, BoolArray]]:
     """(entries (n, *field) as stored, (n,) whether each is valid), block by block: not if damaged or overwritten."""
-    schema = storage.layout.schema
-    field, max_entries = schema.all[name], max(1, BLOCK_BYTES // max(1, schema.all[name].itemsize))
-    meta = storage.maps.meta.get(name)
-    counts = _entries(storage, table, name)
-    for block in _plan_blocks(zip(table.visible.tolist(), counts.tolist(), strict=True), max_entries):
-        slots = np.array([slot for slot, _, _ in block])
-        first = slots if name in schema.meta_fields else storage.first_row(slots, field.final) + table.start[slots]
+    schema, counts = storage.layout.schema, _entries(storage, table, name)
+    field, meta, stops = schema.all[name], storage.maps.meta.get(name), np.cumsum(counts)
+    size = max(1, BLOCK_BYTES // max(1, field.itemsize))
+    for begin in range(0, int(counts.sum()), size):  # of all entries of all episodes, one after the other
+        first, last = np.searchsorted(stops, [begin, begin + size - 1], "right")
+        slots, before = table.visible[first : last + 1], (stops - counts)[first : last + 1]
+        start = np.maximum(begin - before, 0)
+        num = np.minimum(begin + size - before, counts[first : last + 1]) - start
+        row = slots if meta is not None else storage.first_row(slots, field.final) + table.start[slots]
         storage.trust(slots)  # hides an episode that fails its check
         valid = storage.table.shows(slots, table.serial[slots])
-        ranges = zip(first.tolist(), block, strict=True)
-        parts = [(slice(row + start, row + stop), slot) for row, (slot, start, stop) in ranges]
+        parts = zip(slots.tolist(), map(slice, (row + start).tolist(), (row + start + num).tolist()), strict=True)
         rows = np.concatenate(
             [
                 storage.read_rows(name, part, slot, table.serial[slot]) if meta is None else meta[part]
-                for part, slot in parts
+                for slot, part in parts
             ]
         )
         valid &= storage.unmoved(slots, table.serial[slots], table.generation[slots], table.changes)
-        yield rows, np.repeat(valid, [stop - start for _, start, stop in block])
-
-
-def _plan_blocks(episodes: Iterable[tuple[int, int]], max_entries: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Lists of (slot, start, stop): entries of episodes, at most `max_entries` in a list.
-
-    Args: episodes: (slot, number of entries) of each. max_entries: the most entries of a list.
-    """
-    block: list[tuple[int, int, int]] = []
-    size = 0
-    for slot, count in episodes:
-        for start in range(0, count, max_entries):
-            stop = min(count, start + max_entries)
-            if size + stop - start > max_entries:
-                yield block
-                block, size = [], 0
-            block.append((slot, start, stop))
-            size += stop - start
-    if block:
-        yield block
+        yield rows, np.repeat(valid, num)
 
 
 def _shift_and_scale(field: FieldStatistics, by: str, eps: float, add_eps: bool) -> tuple[Array, Array]:
@@ -420,37 +402,14 @@ def _shift_and_scale(field: FieldStatistics, by: str, eps: float, add_eps: bool)
     return shift, scale + eps if add_eps else np.where(scale > eps, scale, 1.0)
 
 
-def _each(batch: Mapping[str, Any], names: Iterable[str], change: Callable[[str, str, Any], Any]) -> dict[str, Any]:
-    """A copy of a batch in which `change`(prefix, name, value) replaces each field, its `next_` and its `seq_`."""
-    out = dict(batch)
-    for name in names:
-        for prefix in ("", "next_", "seq_"):
-            out = _changed(out, prefix + name, partial(change, prefix, name))
-    return out
-
-
-def _changed(batch: dict[str, Any], name: str, change: Any) -> dict[str, Any]:
-    """A copy of a batch in which `change`(value) replaces the value of a dotted key, if it has the key."""
-    key, _, rest = name.partition(".")
-    if key not in batch:
-        return batch
-    return {**batch, key: _changed(batch[key], rest, change) if rest else change(batch[key])}
-
-
-def _value(batch: Mapping[str, Any], name: str) -> Any:
-    """The value of a dotted key; None if the batch does not have it."""
-    key, _, rest = name.partition(".")
-    return _value(batch[key], rest) if rest and key in batch else batch.get(key)
-
-
 def _with_zeros(batch: Mapping[str, Any], prefix: str, name: str, axes: int, values: Any) -> Any:
     """Values (B, T, *field) with zeros at timesteps that do not exist; ragged values, and those without T, as they are.
 
-    Args: axes: the number of axes of the field.
+    Args: batch: dotted name -> value. axes: the number of axes of the field.
     """
     if isinstance(values, list) or getattr(values, "is_nested", False) or values.ndim != axes + 2:
         return values
-    field_mask = None if prefix else _value(batch, f"_mask_{name}")
+    field_mask = None if prefix else batch.get(f"_mask_{name}")
     mask = batch.get("_mask") if field_mask is None and not prefix else field_mask
     if mask is None or mask.shape[1] != values.shape[1]:
         lens = batch.get("n_step_lens" if prefix else "_lens")
