@@ -22,13 +22,12 @@ from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.source import BLOCK, WINDOWS
 from memmap_buffer.format.syscalls import RangeLocks, locked, random_bytes, read_at, renew_after_fork, write_word
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray, Words, by_last_use
-from memmap_buffer.remote.layout import BLOCK_SIZES, HEADS, MAX_SIZES_BYTES, DataFiles, digest, head_object, runs
+from memmap_buffer.remote.layout import BLOCK_SIZES, HEADS, MAX_SIZES_BYTES, DataFiles, digest, head_object
 
 USAGE, LOCKS, BOUND = "usage", "locks", "bound"
 DIGESTS = "mirror/digests"  # of the blocks of a mirror, as bytes
 AT_ONCE = 20  # 1/20 of the bound is given back beyond what is needed: so unused blocks are not searched too often
 FEWEST = 16  # blocks that a bound must have room for
-_AT_A_TIME = 1024  # blocks that are given back under locks at a time, as others wait for these locks
 MOST_MAPS = 1 << 14  # of all mirrors together; Linux allows a process 65,530
 MEMORY = ("tmpfs", "ramfs")
 OFTEN = 2  # if a block is fetched more often in an epoch, on average, the log has a warning
@@ -153,10 +152,7 @@ class Cache:
 
     def contents(self) -> dict[str, tuple[int, int]]:
         """(the bytes of its blocks that are there, of all) of each mirror, by the name of its folder."""
-        return {
-            folder.path.name: (int(blocks.sizes[blocks.words[:, LOCAL] != 0].sum()), int(blocks.sizes.sum()))
-            for folder, blocks, _ in self._mirrors()
-        }
+        return {blocks.path.name: (blocks.num_bytes, int(blocks.sizes.sum())) for blocks in self._mirrors()}
 
     def heads(self) -> dict[str, int]:
         """The bytes of each object with the heads of shards that is kept, by its digest."""
@@ -169,12 +165,12 @@ class Cache:
     def check(self) -> dict[str, int]:
         """Give back what is not as it was published; the bytes of that in each mirror, and of each head."""
         damaged = {}
-        for folder, blocks, files in self._mirrors():
-            digests = np.zeros(files.num_digests, np.uint64)  # what cannot be compared is not trusted
+        for blocks in self._mirrors():
+            digests = np.zeros(blocks.files.num_digests, np.uint64)  # what cannot be compared is not trusted
             with suppress(OSError, CorruptBufferError):
-                digests = np.frombuffer(folder.read(DIGESTS, digests.nbytes).ljust(digests.nbytes), np.uint64)
-            chosen = np.arange(files.count)
-            damaged[folder.path.name] = give_back_damaged(Folder(folder.path), blocks, files, digests, chosen)
+                kept = Folder(blocks.path).read(DIGESTS, digests.nbytes)
+                digests = np.frombuffer(kept.ljust(digests.nbytes), np.uint64)
+            damaged[blocks.path.name] = blocks.give_back(np.arange(blocks.files.count), digests)
         for name, size in self.heads().items():
             with suppress(FileNotFoundError, CorruptBufferError):  # another process empties it, or fetches it anew
                 if digest(Folder(self.path).read(head_object(name), size)) != name:
@@ -184,8 +180,8 @@ class Cache:
 
     def clear(self) -> None:
         """Give back everything, the space of files that are mapped included; who reads makes mirrors anew."""
-        for folder, blocks, files in self._mirrors():
-            _give_back(Folder(folder.path), blocks, files, np.flatnonzero(blocks.words[:, LOCAL]))
+        for blocks in self._mirrors():
+            blocks.give_back(np.flatnonzero(blocks.words[:, LOCAL]))
         for path in self.path.iterdir():
             name, new, _ = path.name.partition(".new-")
             with suppress(FileNotFoundError):  # another process removes it, or gives it its name
@@ -245,16 +241,10 @@ class Cache:
     def counters(self, names: Iterable[str]) -> dict[str, tuple[IntArray, Words]]:
         """Folder name of a mirror -> (the bytes of each block, the counter of each block)."""
         each = self._mirrors(names)
-        return {folder.path.name: (blocks.sizes, blocks.words[:, COUNTER].copy()) for folder, blocks, _ in each}
+        return {blocks.path.name: (blocks.sizes, blocks.words[:, COUNTER].copy()) for blocks in each}
 
-    def blocks_of(self, folder: Folder, files: DataFiles) -> Blocks:
-        """The blocks of a mirror. Its version, the end of its name, tells the place of its locks in the lock file."""
-        return Blocks.of(folder, files, self.locks, folder.path.name.rpartition("-")[2][:10])
-
-    def _mirrors(
-        self, names: Iterable[str] | None = None, *, remove: bool = False
-    ) -> Iterator[tuple[Folder, Blocks, DataFiles]]:
-        """(folder, blocks, files) of each mirror, or of those in `names`; its folder is held until the next one.
+    def _mirrors(self, names: Iterable[str] | None = None, *, remove: bool = False) -> Iterator[Blocks]:
+        """The blocks of each mirror, or of those in `names`.
 
         Args: remove: remove what cannot be opened, as another release made it: its bytes would not count for the bound.
         """
@@ -268,7 +258,7 @@ class Cache:
                         layout = Layout.from_json(folder.read("schema.json", MAX_SCHEMA_BYTES), str(path))
                         sizes = folder.read(BLOCK_SIZES, MAX_SIZES_BYTES) if folder.exists(BLOCK_SIZES) else None
                         files = self._files[path.name] = DataFiles(layout, sizes)
-                    yield folder, self.blocks_of(folder, files), files
+                    yield Blocks.of(folder, files, self.locks)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except CorruptBufferError:
@@ -277,25 +267,23 @@ class Cache:
 
     def _count(self) -> int:
         """The bytes of the blocks that may be on the disk. Mirrors that cannot be opened are removed."""
-        each = self._mirrors(remove=True)
-        return sum(int(blocks.sizes[blocks.words[:, LOCAL] != 0].sum()) for _, blocks, _ in each)
+        return sum(blocks.num_bytes for blocks in self._mirrors(remove=True))
 
     def _give_back(self, size: int, keep: Sequence[tuple[Blocks, IntArray]]) -> int:
         """Give back blocks that were unused for longest, of `size` bytes if there are so many; returns their bytes."""
         mirrors = list(self._mirrors())
-        used = np.concatenate([blocks.words[:, USED] for _, blocks, _ in mirrors])
-        local = np.concatenate([_local_but(blocks, keep) for _, blocks, _ in mirrors])
-        starts = np.cumsum([0, *(len(blocks.words) for _, blocks, _ in mirrors)])
+        used = np.concatenate([blocks.words[:, USED] for blocks in mirrors])
+        local = np.concatenate([_local_but(blocks, keep) for blocks in mirrors])
+        starts = np.cumsum([0, *(len(blocks.words) for blocks in mirrors)])
         order = np.flatnonzero(local)
         order = order[np.argsort(by_last_use(used[order]), kind="stable")]
-        sizes, freed, first = np.concatenate([blocks.sizes for _, blocks, _ in mirrors])[order], 0, 0
+        sizes, freed, first = np.concatenate([blocks.sizes for blocks in mirrors])[order], 0, 0
         while freed < size and first < len(order):
             stop = first + int(np.searchsorted(np.cumsum(sizes[first:]), size - freed)) + 1
             chosen = np.sort(order[first:stop])
-            for (folder, blocks, files), start in zip(mirrors, starts.tolist(), strict=False):
+            for blocks, start in zip(mirrors, starts.tolist(), strict=False):
                 low, high = np.searchsorted(chosen, [start, start + len(blocks.words)])
-                gone = _give_back(Folder(folder.path), blocks, files, chosen[low:high] - start)
-                freed += int(blocks.sizes[gone].sum())
+                freed += blocks.give_back(chosen[low:high] - start)
             first = stop
         return freed
 
@@ -356,64 +344,6 @@ def _local_but(blocks: Blocks, keep: Sequence[tuple[Blocks, IntArray]]) -> IntAr
         if other is blocks:
             local[chosen] = 0
     return local
-
-
-def give_back_damaged(folder: Folder, blocks: Blocks, files: DataFiles, digests: Array, chosen: IntArray) -> int:
-    """Give back those blocks that are there and differ from their digests; returns their bytes."""
-    there = chosen[blocks.words[chosen, COUNTER] & np.uint32(1) == 0]
-    return int(blocks.sizes[_give_back(folder, blocks, files, there, digests)].sum())
-
-
-def _give_back(
-    folder: Folder, blocks: Blocks, files: DataFiles, chosen: IntArray, digests: Array | None = None
-) -> IntArray:
-    """Give blocks back; returns those that were.
-
-    Not those whose locks somebody else holds, none if the mirror is gone, and where `digests` are given, only those
-    that are not as they say.
-    """
-    gone: IntArray = np.zeros(0, np.int64)
-    if not chosen.size:
-        return gone
-    with suppress(FileNotFoundError, NotADirectoryError), folder.kept_open() as mirror:
-        for part in np.split(chosen, range(_AT_A_TIME, len(chosen), _AT_A_TIME)):
-            with blocks.taken(part.tolist()) as mine:
-                if mirror.file_key(NAME) != blocks.key:
-                    break
-                if digests is not None:
-                    mine = _damaged(mirror, files, mine, digests)
-                if not mine.size:
-                    continue
-                blocks.remove(mine)
-                for first, stop in runs(mine.tolist()):
-                    for piece in files.pieces(np.arange(first, stop)):
-                        mirror.punch(*files.range_of(piece))
-                blocks.words[mine, LOCAL] = 0
-                gone = np.append(gone, mine)
-    return gone
-
-
-def _damaged(folder: Folder, files: DataFiles, blocks: IntArray, digests: Array) -> IntArray:
-    """The blocks on the disk that differ from their digests, but for those whose group is right: its digest is another
-    only if what was published is wrong, and then they would come back the same.
-    """
-    wrong = blocks[[not is_as_published(folder, files, block, digests) for block in blocks.tolist()]]
-    if not wrong.size or files.num_digests == files.count:
-        return wrong
-    right: list[IntArray] = []
-    for first, stop in zip(*files.groups_of(wrong)[:2], strict=True):
-        name, begin, end = files.range_of([first, stop - 1])
-        with folder.reading(name) as (fd, _):
-            if files.are_right(read_at(fd, end - begin, begin), [first, stop - 1], digests):
-                right.append(np.arange(first, stop))
-    return np.setdiff1d(wrong, np.concatenate(right), True) if right else wrong
-
-
-def is_as_published(folder: Folder, files: DataFiles, block: int, digests: Array) -> bool:
-    """Whether the bytes of a block on the disk are those of its digest."""
-    name, start, stop = files.place(block)
-    with folder.reading(name) as (fd, _):
-        return files.are_right(read_at(fd, stop - start, start), [block], digests)
 
 
 def remove_mirror(path: Path) -> None:

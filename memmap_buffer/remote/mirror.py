@@ -11,8 +11,8 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,18 +28,10 @@ from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
 from memmap_buffer.format.records import WORDS
 from memmap_buffer.format.source import Rows, Traffic, Wanted
 from memmap_buffer.format.storage import Maps, Storage, slices_of
-from memmap_buffer.format.syscalls import process_id, random_bytes, write_all
-from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, Blocks, IntArray, Words, new_words, now
-from memmap_buffer.remote.cache import (
-    DIGESTS,
-    Cache,
-    CacheTraffic,
-    give_back_damaged,
-    is_as_published,
-    keep_file,
-    remove_mirror,
-)
-from memmap_buffer.remote.layout import DATA, HEAD, DataFiles, Shard, digest, expanded, head_object, runs
+from memmap_buffer.format.syscalls import process_id, random_bytes
+from memmap_buffer.remote.blocks import COUNTER, NAME, NOT_WHOLE, Blocks, IntArray, RemovedError, new_words, now
+from memmap_buffer.remote.cache import DIGESTS, Cache, CacheTraffic, keep_file, remove_mirror
+from memmap_buffer.remote.layout import DATA, HEAD, Shard, digest, expanded, head_object
 from memmap_buffer.remote.published import Published, require_digests
 
 if TYPE_CHECKING:
@@ -50,7 +42,6 @@ T = TypeVar("T")
 TOGETHER = 512 << 20  # the most bytes that are fetched under locks at a time, as others wait for these locks
 PATIENCE = 60.0  # seconds to go on trying if there is no room, or if blocks go before their rows are copied
 OPENINGS = 5  # attempts to open a local copy that others remove
-_NOT_WHOLE = (FileNotFoundError, NotADirectoryError, CorruptBufferError)  # opening a local copy that is not whole
 _ahead: tuple[int, SimpleQueue[Wanted]] | None = None  # a process, the queue of what its threads fetch ahead
 
 
@@ -190,14 +181,14 @@ class Mirror(Published):
 
     def _opened(self) -> Local:
         for _ in range(OPENINGS - 1):
-            with suppress(*_NOT_WHOLE):
+            with suppress(*NOT_WHOLE):
                 return self._mapped()
             self._make()
         return self._mapped()
 
     def _mapped(self) -> Local:
         with Folder(self.path).kept_open() as folder:
-            return Local(folder, self.cache.blocks_of(folder, self.files), self.layout)
+            return Local(folder, Blocks.of(folder, self.files, self.cache.locks), self.layout)
 
     def _make(self) -> None:
         """Make a local copy without any block, which appears whole by a rename.
@@ -226,7 +217,7 @@ class Mirror(Published):
 
     def _discard(self) -> None:
         """Remove the local copy, unless it can be opened: another process may just have made it."""
-        with suppress(*_NOT_WHOLE):
+        with suppress(*NOT_WHOLE):
             self._mapped()
             return
         remove_mirror(self.path)
@@ -260,33 +251,6 @@ class Mirror(Published):
         offset = len(file.header) + begin[length > 0]
         return self.blocks_of(file.name, offset, offset + length[length > 0]) if offset.size else offset
 
-    def write(self, blocks: Blocks, piece: Sequence[int], data: bytes) -> None:
-        """Write blocks of a file, whose locks are held, and note that they are there.
-
-        Args: piece: the blocks. data: their bytes, and those of other blocks between them, which are not written.
-        """
-        name, start, _ = self.files.place(piece[0])
-        with self._held_folder(blocks) as folder, folder.changing(name, self.files.sizes[name]) as fd:
-            try:
-                for first, stop in runs(piece):
-                    _, low, high = self.files.range_of([first, stop - 1])
-                    write_all(fd, data[low - start : high - start], low)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                text = f"{self.path}: the disk is full; give a cache on another one, or a smaller cache_bytes"
-                raise OSError(error.errno, text) from None
-        blocks.add(np.asarray(piece))
-
-    def look_at(self, blocks: Blocks, chosen: IntArray) -> None:
-        """Note absent blocks as there whose bytes on the disk are right: after a boot of the machine, or a kill."""
-        chosen = chosen[blocks.words[chosen, LOCAL] != 0]
-        if not chosen.size:
-            return
-        with self._held_folder(blocks) as folder:
-            is_right = [is_as_published(folder, self.files, block, self.digests) for block in chosen.tolist()]
-            blocks.add(chosen[is_right])
-
     def mend(self, rows: Rows) -> bool:
         """Give back blocks that rows lie in and that are not as they were published, so that they are fetched again.
 
@@ -299,38 +263,28 @@ class Mirror(Published):
             chosen.append(self.blocks_of_blobs(rows))  # of those that an index tells that may be wrong itself
         if (key := rows.name + DICTIONARY) in self.layout.arrays:
             chosen.append(self._blocks_of_all(key))
-        local, every, sizes, others = self.local, np.unique(np.concatenate(chosen)), list[int](), list[int]()
+        local, every = self.local, np.unique(np.concatenate(chosen))
 
-        def give_back() -> None:
-            sizes.append(give_back_damaged(Folder(self.path), local.blocks, self.files, self.digests, every))
+        def give_back() -> tuple[int, IntArray]:
+            num_bytes = local.blocks.give_back(every, self.digests)
             with local.blocks.taken(every.tolist()) as mine:
-                others.extend(np.setdiff1d(every, mine, True).tolist())
-            for block in others:
+                others = np.setdiff1d(every, mine, True)
+            for block in others.tolist():
                 local.blocks.wait_for(block)
+            return num_bytes, others
 
-        _uninterrupted(give_back)
+        num_bytes, others = _uninterrupted(give_back)
         kept = local.coded.get(rows.name)
         is_old = bool(kept and kept.dictionary and not np.array_equal(kept.dictionary.content, local.arrays[key]))
         local.coded.clear()
-        if any(sizes) and not self._has_warned:
+        if num_bytes and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "%s: %d bytes that were kept in %s are not those that were published, and are fetched again; "
                 "`memmap-buffer cache %s --check` compares all",
-                *(self.where, sizes[0], self.path, self.cache.path),
+                *(self.where, num_bytes, self.path, self.cache.path),
             )
-        return any(sizes) or bool(others) or is_old
-
-    @contextmanager
-    def _held_folder(self, blocks: Blocks) -> Iterator[Folder]:
-        """The folder of the local copy, held. Raises _RemovedError: it is gone, or `blocks` are of another copy."""
-        try:
-            with Folder(self.path).kept_open() as folder:
-                if folder.file_key(NAME) != blocks.key:
-                    raise _RemovedError
-                yield folder
-        except _NOT_WHOLE:
-            raise _RemovedError from None
+        return bool(num_bytes or others.size or is_old)
 
     # Rows
 
@@ -380,10 +334,6 @@ class Mirror(Published):
                     f"cache_bytes: {self.limit} are too few for all that read from this cache at a time: what one "
                     "fetches is given back for another before it is read; give more"
                 )
-
-
-class _RemovedError(Exception):
-    """The local copy was removed, or another one was made in its place."""
 
 
 class _ByName(Mapping[str, T]):
@@ -489,13 +439,12 @@ class MirrorStorage(Storage):
         return self.mirror.mend(Rows(name, low, low + table.length[slots] + self.layout.schema.fields[name].final))
 
     def damaged(self, slot: int) -> list[str]:
-        names, is_mended = super().damaged(slot), True
-        while names:
-            was_mended = is_mended
+        was_mended = True
+        while names := super().damaged(slot):
             is_mended = any([self.mend(name, slot) for name in names if name in self.maps.rows])
             if not is_mended and not was_mended:  # once more, as another process may have mended first
                 break
-            names = super().damaged(slot)
+            was_mended = is_mended
         return names
 
     def sums_of_rows(self, name: str, first: int, stop: int, sums: Sums = EMPTY) -> Sums:
@@ -578,12 +527,8 @@ def _bring_quietly(wanted: Wanted, begun: Callable[[], None]) -> None:
             bring(blobs, in_groups=True)
 
 
-class Taken(list[tuple[Mirror, Blocks, IntArray, Words]]):
-    """Blocks that were there before their rows were copied, and their counters at that moment."""
-
-    def __init__(self, of_blocks: Iterable[tuple[Mirror, Blocks, IntArray, Words]] = ()) -> None:
-        super().__init__(of_blocks)
-        self._whole: list[tuple[Mirror, Blocks, bytes]] = []
+class Taken(list[tuple[Mirror, Blocks, Callable[[], bool]]]):
+    """Blocks that were there before their rows were copied: whose they are, and whether they have been there since."""
 
     def add_whole(self, mirror: Mirror) -> bool:
         """Add all blocks of a mirror, if all are there; returns whether they are.
@@ -593,21 +538,13 @@ class Taken(list[tuple[Mirror, Blocks, IntArray, Words]]):
         blocks = mirror.local.blocks
         mirror.cache.use(mirror, len(mirror.files.sizes) + 1)
         removal = blocks.whole() if mirror.cache.limit is None else None
-        if removal is None:
-            return False
-        self._whole.append((mirror, blocks, removal))
-        return True
+        if removal is not None:
+            self.append((mirror, blocks, lambda: blocks.removal == removal))
+        return removal is not None
 
     def unchanged(self) -> bool:
         """Whether all of these blocks have been there ever since, in the local copy that is mapped now."""
-        return all(
-            mirror.local.blocks is blocks and blocks.removal == removal for mirror, blocks, removal in self._whole
-        ) and all(
-            mirror.local.blocks is blocks
-            and not (counters & np.uint32(1)).any()
-            and np.array_equal(blocks.counters(chosen), counters)
-            for mirror, blocks, chosen, counters in self
-        )
+        return all(mirror.local.blocks is blocks and are_there() for mirror, blocks, are_there in self)
 
 
 Chosen = dict[Mirror, IntArray]
@@ -631,35 +568,97 @@ def fetch(chosen: Chosen, begun: Callable[[], None] = _nothing) -> Taken:
         OSError: the disk is full.
     """
     for _ in range(OPENINGS):
-        blocks = {mirror: mirror.local.blocks for mirror in chosen}
         try:
-            _fetch(chosen, blocks, begun)
-        except _RemovedError:
+            return _Fetch(chosen, begun).run()
+        except RemovedError:
             for mirror in chosen:
                 mirror.unmap()
-        else:
-            return Taken((m, blocks[m], these, blocks[m].counters(these)) for m, these in chosen.items())
     path = next(iter(chosen)).cache.path
     raise CorruptBufferError(f"{path}: its folders are removed all the time; give another cache")
 
 
-def _fetch(chosen: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], None]) -> None:
-    caches = {mirror.cache: 0 for mirror in chosen}
-    for mirror, these in chosen.items():
-        caches[mirror.cache] += int(blocks[mirror].sizes[these].sum())
-        bounded = mirror.cache.limit is not None  # then rows of a window that are still to be read must not go first
-        blocks[mirror].touch(mirror.files.in_groups(these) if bounded else these, now())
-    for cache, num_bytes in caches.items():
-        cache.require_room(num_bytes)
-    size = min([TOGETHER, *(cache.limit // 4 for cache in caches if cache.limit is not None)])
-    keeps = all(cache.keeps_all([mirror for mirror in chosen if mirror.cache is cache]) for cache in caches)
-    every = {mirror: _absent(blocks[mirror], mirror.files, these, keeps) for mirror, these in chosen.items()}
-    absent = {mirror: these for mirror, these in every.items() if these.size}
-    if absent:
-        _uninterrupted(lambda: _fetch_absent(absent, size, chosen, blocks, begun))
+class _Fetch:
+    """An attempt of `fetch`, into the local copies that are mapped when it begins."""
+
+    def __init__(self, chosen: Chosen, begun: Callable[[], None]) -> None:
+        self._chosen, self._begun = chosen, begun
+        self._blocks = {mirror: mirror.local.blocks for mirror in chosen}
+
+    def run(self) -> Taken:
+        """Fetch what is absent. Raises RemovedError: a local copy was removed meanwhile."""
+        num_bytes = dict.fromkeys((mirror.cache for mirror in self._chosen), 0)
+        for mirror, these in self._chosen.items():
+            blocks = self._blocks[mirror]
+            num_bytes[mirror.cache] += int(blocks.sizes[these].sum())
+            bounded = (
+                mirror.cache.limit is not None
+            )  # then rows of a window that are still to be read must not go first
+            blocks.touch(mirror.files.in_groups(these) if bounded else these, now())
+        for cache, wanted in num_bytes.items():
+            cache.require_room(wanted)
+        keeps = all(cache.keeps_all([m for m in self._chosen if m.cache is cache]) for cache in num_bytes)
+        absent = _some({mirror: _absent(self._blocks[mirror], these, keeps) for mirror, these in self._chosen.items()})
+        if absent:
+            size = min([TOGETHER, *(cache.limit // 4 for cache in num_bytes if cache.limit is not None)])
+            _uninterrupted(lambda: self._fetch_absent(absent, size))
+        of = self._blocks
+        return Taken((mirror, of[mirror], of[mirror].watched(these)) for mirror, these in self._chosen.items())
+
+    def _fetch_absent(self, absent: Chosen, size: int) -> None:
+        """Fetch absent blocks, `size` bytes at a time; at the end, wait for those that others fetch."""
+        until = time.monotonic() + PATIENCE
+        while absent:
+            part, rest = self._divided(absent, size)
+            with ExitStack() as locks:
+                taken = {m: locks.enter_context(self._blocks[m].taken(these.tolist())) for m, these in part.items()}
+                fits = self._fetch_held(taken)
+            if fits:
+                others = self._absent_of({m: np.setdiff1d(these, taken[m], True) for m, these in part.items()})
+                if others and not _some(taken):
+                    mirror, these = next(iter(others.items()))
+                    self._blocks[mirror].wait_for(int(these[0]))
+                absent, until = _together(rest, others), time.monotonic() + PATIENCE
+            elif time.monotonic() > until:
+                raise SchemaError(
+                    f"cache_bytes: {next(iter(self._chosen)).cache.limit:,} are too few for all that read from this "
+                    "cache at a time; give more, or read smaller batches"
+                )
+            else:
+                size = max(1, size // 2)
+                time.sleep(0.01)
+
+    def _divided(self, absent: Chosen, size: int) -> tuple[Chosen, Chosen]:
+        """(the first blocks, of `size` bytes but at least one block, all others)."""
+        part, rest = Chosen(), Chosen()
+        for mirror, these in absent.items():
+            ends = np.cumsum(self._blocks[mirror].sizes[these])
+            count = max(int(np.searchsorted(ends, size, side="right")), 0 if part else 1)
+            part |= {mirror: these[:count]} if count else {}
+            rest |= {mirror: these[count:]} if count < len(these) else {}
+            size = size - int(ends[count - 1]) if count == len(these) else 0
+        return part, rest
+
+    def _absent_of(self, chosen: Chosen) -> Chosen:
+        """The blocks that are not there, of the mirrors that lack some."""
+        return _some({mirror: self._blocks[mirror].absent(these) for mirror, these in chosen.items()})
+
+    def _fetch_held(self, taken: Chosen) -> bool:
+        """Fetch blocks whose locks are held; False if the cache has no room for them beside the chosen ones."""
+        part = self._absent_of(taken)
+        require_digests(list(part))
+        for mirror, these in part.items():
+            self._blocks[mirror].look_at(these, mirror.digests)
+        part, keep = self._absent_of(part), [(self._blocks[m], these) for m, these in self._chosen.items()]
+        for cache in {mirror.cache for mirror in part}:
+            if not cache.reserve([(self._blocks[m], these) for m, these in part.items() if m.cache is cache], keep):
+                return False
+        for objects in {mirror.objects for mirror in part}:
+            mine = [(m, piece) for m in part if m.objects is objects for piece in m.files.pieces(part[m])]
+            _Writing(mine, self._blocks).fetch(objects, self._begun)
+        return True
 
 
-def _absent(blocks: Blocks, files: DataFiles, chosen: IntArray, keeps: bool) -> IntArray:
+def _absent(blocks: Blocks, chosen: IntArray, keeps: bool) -> IntArray:
     """The blocks of `chosen` that are not there, ascending, and others of their groups.
 
     If some of a group are there, or half of it is wanted, all of it is fetched: so a batch of single rows takes few
@@ -668,78 +667,36 @@ def _absent(blocks: Blocks, files: DataFiles, chosen: IntArray, keeps: bool) -> 
     absent = blocks.absent(chosen)
     if not absent.size or not keeps:
         return absent
-    first, stop, counts = files.groups_of(absent)
+    first, stop, counts = blocks.files.groups_of(absent)
     every, sizes = expanded(first, stop), stop - first
     is_there = blocks.words[every, COUNTER] & np.uint32(1) == 0
     is_whole = np.logical_or.reduceat(is_there, np.cumsum(sizes) - sizes) | (2 * counts >= sizes)
     return np.union1d(absent, every[np.repeat(is_whole, sizes) & ~is_there])
 
 
-def _uninterrupted(work: Callable[[], None]) -> None:
-    """Do work that takes locks, but not in the main thread: only that can be interrupted by Ctrl-C, which might come
-    while it gives a lock back.
+def _uninterrupted(work: Callable[[], T]) -> T:
+    """The result of work that takes locks, which is not done in the main thread: only that can be interrupted by
+    Ctrl-C, which might come while it gives a lock back.
     """
     if threading.current_thread() is not threading.main_thread():
-        work()
-        return
+        return work()
     from concurrent.futures import Future
 
-    done: Future[None] = Future()
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
-            work()
+            done.set_result(work())
         except BaseException as error:
             done.set_exception(error)
-        else:
-            done.set_result(None)
 
     threading.Thread(target=run, name="memmap_buffer fetch", daemon=True).start()
-    done.result()
+    return done.result()
 
 
-def _fetch_absent(
-    absent: Chosen,
-    size: int,
-    chosen: Chosen,
-    blocks: Mapping[Mirror, Blocks],
-    begun: Callable[[], None],
-) -> None:
-    """Fetch absent blocks, `size` bytes at a time; at the end, wait for those that others fetch."""
-    until = time.monotonic() + PATIENCE
-    while absent:
-        part, rest = _divided(absent, size, blocks)
-        with ExitStack() as locks:
-            taken = {m: locks.enter_context(blocks[m].taken(these.tolist())) for m, these in part.items()}
-            mine = {m: these for m, these in taken.items() if these.size}
-            fits = _fetch_held(mine, blocks, [(blocks[m], these) for m, these in chosen.items()], begun)
-        if fits:
-            others = {m: blocks[m].absent(np.setdiff1d(these, taken[m], True)) for m, these in part.items()}
-            others = {m: these for m, these in others.items() if these.size}
-            if others and not mine:
-                mirror, these = next(iter(others.items()))
-                blocks[mirror].wait_for(int(these[0]))
-            absent, until = _together(rest, others), time.monotonic() + PATIENCE
-        elif time.monotonic() > until:
-            raise SchemaError(
-                f"cache_bytes: {next(iter(chosen)).cache.limit:,} are too few for all that read from this cache at a "
-                "time; give more, or read smaller batches"
-            )
-        else:
-            size = max(1, size // 2)
-            time.sleep(0.01)
-
-
-def _divided(absent: Chosen, size: int, blocks: Mapping[Mirror, Blocks]) -> tuple[Chosen, Chosen]:
-    """(the first blocks, of `size` bytes but at least one block, all others)."""
-    part, rest = Chosen(), Chosen()
-    for mirror, these in absent.items():
-        ends = np.cumsum(blocks[mirror].sizes[these])
-        count = max(int(np.searchsorted(ends, size, side="right")), 0 if part else 1)
-        part |= {mirror: these[:count]} if count else {}
-        rest |= {mirror: these[count:]} if count < len(these) else {}
-        size = size - int(ends[count - 1]) if count == len(these) else 0
-    return part, rest
+def _some(chosen: Chosen) -> Chosen:
+    """The mirrors, and their blocks, of which there are some."""
+    return {mirror: these for mirror, these in chosen.items() if these.size}
 
 
 def _together(some: Chosen, others: Chosen) -> Chosen:
@@ -747,42 +704,10 @@ def _together(some: Chosen, others: Chosen) -> Chosen:
     return some | others | both
 
 
-def _fetch_held(
-    part: Chosen,
-    blocks: Mapping[Mirror, Blocks],
-    keep: Sequence[tuple[Blocks, IntArray]],
-    begun: Callable[[], None],
-) -> bool:
-    """Fetch blocks whose locks are held; False if the cache has no room for them beside the blocks `keep`."""
-    part = {mirror: blocks[mirror].absent(these) for mirror, these in part.items()}
-    require_digests([mirror for mirror, these in part.items() if these.size])
-    for mirror, these in part.items():
-        mirror.look_at(blocks[mirror], these)
-    part = {mirror: absent for mirror, these in part.items() if (absent := blocks[mirror].absent(these)).size}
-    for cache in {mirror.cache for mirror in part}:
-        wanted = [(blocks[mirror], these) for mirror, these in part.items() if mirror.cache is cache]
-        if not cache.reserve(wanted, keep):
-            return False
-    for objects in {mirror.objects for mirror in part}:
-        _stream(objects, {mirror: these for mirror, these in part.items() if mirror.objects is objects}, blocks, begun)
-    return True
-
-
-def _stream(objects: Objects, part: Chosen, blocks: Mapping[Mirror, Blocks], begun: Callable[[], None]) -> None:
-    """Fetch blocks of one store. The thread that receives a piece checks and writes it, while others still come."""
-    mine = [(mirror, piece) for mirror, these in part.items() for piece in mirror.files.pieces(these)]
-    writing = _Writing(mine, blocks)
-    ranges = [mirror.range_of(piece) for mirror, piece in mine]
-    try:
-        for _ in objects.stream(ranges, writing.take):
-            begun()
-            writing.require()
-    finally:
-        writing.end()
-
-
 class _Writing:
-    """The writing of pieces (neighbouring blocks) that are fetched, each by the thread that received it."""
+    """The writing of pieces (neighbouring blocks) of one store, each by the thread that received it, and checked it,
+    while others still come.
+    """
 
     def __init__(self, pieces: Sequence[tuple[Mirror, Sequence[int]]], blocks: Mapping[Mirror, Blocks]) -> None:
         self._pieces, self._blocks = pieces, blocks
@@ -790,7 +715,22 @@ class _Writing:
         self._changed = threading.Condition()
         self._failed: Exception | None = None
 
-    def take(self, i: int, data: bytes) -> bool:
+    def fetch(self, objects: Objects, begun: Callable[[], None]) -> None:
+        """Fetch and write the pieces. When this returns, nothing is written any more, so their locks may be given back.
+
+        Raises: RemoteError, or what a write failed by.
+        """
+        try:
+            for _ in objects.stream([mirror.range_of(piece) for mirror, piece in self._pieces], self._take):
+                begun()
+                if self._failed is not None:
+                    raise self._failed
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.wait_for(lambda: not self._at_work)
+
+    def _take(self, i: int, data: bytes) -> bool:
         """Write piece `i` if its bytes are right; returns whether they are."""
         mirror, piece = self._pieces[i]
         if not mirror.is_right(piece, data):
@@ -800,22 +740,11 @@ class _Writing:
                 return True
             self._at_work += 1
         try:
-            mirror.write(self._blocks[mirror], piece, data)
-        except (OSError, _RemovedError) as error:
+            self._blocks[mirror].write(piece, data)
+        except (OSError, RemovedError) as error:
             self._failed = error  # returns True all the same: the store did not fail, so it must not be asked again
         finally:
             with self._changed:
                 self._at_work -= 1
                 self._changed.notify_all()
         return True
-
-    def require(self) -> None:
-        """Raise the error of a write that failed."""
-        if self._failed is not None:
-            raise self._failed
-
-    def end(self) -> None:
-        """End the writing: when this returns, nothing is written any more, so the locks may be given back."""
-        with self._changed:
-            self._ended = True
-            self._changed.wait_for(lambda: not self._at_work)

@@ -540,9 +540,7 @@ def before_asking_again(patch: pytest.MonkeyPatch, work: Callable[[], Any]) -> N
 
 def give_back(mirror: Any, block: int) -> bool:
     """Give the space of a block back, unless somebody is at it."""
-    cache = import_module("memmap_buffer.remote.cache")
-    with Folder(mirror.path).kept_open() as folder:
-        return bool(len(cache._give_back(folder, mirror.blocks, mirror.files, np.array([block]))))
+    return bool(mirror.blocks.give_back(np.array([block])))
 
 
 def look_at_the_boot(mirror: Any) -> None:
