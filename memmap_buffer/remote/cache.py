@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -91,35 +91,29 @@ class Cache:
 
     # Heads
 
-    def head(self, name: str, size: int, fetch: Callable[[], bytes], anew: bool = False) -> Array:
-        """The bytes of an object with heads of shards: those that the cache kept, else fetched ones.
+    def head(self, name: str, size: int) -> Array | None:
+        """The bytes of an object with heads of shards that the cache kept; None where it has none.
 
         Args:
             name, size: its digest, and how many bytes it has. They are not checked here: whoever reads a head in it
                 compares the head with the head's own digest.
-            fetch: gives its bytes.
-            anew: fetch it, as the bytes that were kept are not right.
         """
-        content = None if anew else self._heads.get(name)
-        if content is None and not anew:
-            content = self._kept_head(name, size)
+        content = self._heads.get(name)
         if content is None:
-            data = fetch()
-            keep_file(Folder(self.path), head_object(name), data)
-            content = self._kept_head(name, size)  # a map, which takes no memory of this process
-            if content is None:
-                content = np.frombuffer(data, np.uint8)
-        self._heads[name] = content
+            with suppress(OSError, CorruptBufferError):
+                content = self._heads[name] = Folder(self.path).map(head_object(name), b"", np.dtype(np.uint8), (size,))
         return content
 
-    def _kept_head(self, name: str, size: int) -> Array | None:
-        with suppress(OSError, CorruptBufferError):
-            return Folder(self.path).map(head_object(name), b"", np.dtype(np.uint8), (size,))
-        return None
+    def keep_head(self, name: str, data: bytes) -> Array:
+        """Keep the bytes of an object with heads of shards, also in the place of others that are not right."""
+        keep_file(Folder(self.path), head_object(name), data)
+        self._heads.pop(name, None)
+        content = self.head(name, len(data))  # a map, which takes no memory of this process
+        return self._heads.setdefault(name, np.frombuffer(data, np.uint8)) if content is None else content
 
-    def lacks_head(self, name: str) -> bool:
-        """Whether an object with the heads of shards would have to be fetched."""
-        return name not in self._heads and not Folder(self.path).exists(head_object(name))
+    def has_head(self, name: str) -> bool:
+        """Whether an object with the heads of shards need not be fetched."""
+        return name in self._heads or Folder(self.path).exists(head_object(name))
 
     # Mirrors that are mapped
 

@@ -93,17 +93,16 @@ class Mirror(Published):
     def read_head(self) -> bytes:
         name, first, size = self.shard.head
         path, total = (self.prefix + HEAD, size) if self._heads is None else (head_object(name), self._heads)
-
-        def fetch() -> bytes:
-            return self.objects.read_ranges([(path, 0, total)], lambda i, data: digest(data) == name)[0]
-
-        for anew in (False, True):
-            try:
-                part = bytes(self.cache.head(name, total, fetch, anew)[first : first + size])
-            except RemoteError as error:
-                if not error.missing or self._heads is None:
-                    raise
-                return super().read_head()  # the object was removed, as newer lists have the heads in others
+        for content in (self.cache.head(name, total), None):  # fetched anew where what was kept is not right
+            if content is None:
+                try:
+                    (data,) = self.objects.read_ranges([(path, 0, total)], lambda i, data: digest(data) == name)
+                except RemoteError as error:
+                    if not error.missing or self._heads is None:
+                        raise
+                    return super().read_head()  # the object was removed, as newer lists have the heads in others
+                content = self.cache.keep_head(name, data)
+            part = bytes(content[first : first + size])
             if self.shard.is_head(part):
                 return part
         where = self.objects.name_of(path)

@@ -68,7 +68,7 @@ class RemoteShards:
     ) -> None:
         self.url, self._options, self._cache = url, options, cache
         self._objects = Objects(url_of(url), options)
-        self._root, self._read_at = root, time.monotonic()
+        self._root, self._read_at = root or Root(), time.monotonic()
         self.storages: dict[int, Storage] = {}
         self._versions: dict[str, str] = {}
         self._known_numbers, self._conditions = dict(numbers or {}), dict(conditions or {})
@@ -89,14 +89,13 @@ class RemoteShards:
             NotABufferError: nothing was published there, or nothing that can pass the conditions.
             RemoteError: the store fails, and nothing was read of it before.
         """
-        now = time.monotonic()
-        if self._root is None:
-            self._root, self._read_at = self._read_root(), now
-        elif now - self._read_at > LOOK_SECONDS:
+        if not self._root.shards or time.monotonic() - self._read_at > LOOK_SECONDS:
             try:
                 self._root = self._read_root()
-            except (MemmapBufferError, OSError) as error:  # the shards that are known can still be read
-                log.warning("%s; its shards are those that were known before", error)
+            except (MemmapBufferError, OSError) as error:
+                if not self._root.shards:
+                    raise
+                log.warning("%s; its shards are those that were known before", error)  # which can still be read
             self._read_at = time.monotonic()
         if self._unopened():
             try:
@@ -116,7 +115,6 @@ class RemoteShards:
 
     def _unopened(self) -> dict[str, Shard]:
         """The shards, by name, of which another version is listed than is open."""
-        assert self._root is not None
         return {name: shard for name, shard in self._root.shards.items() if self._versions.get(name) != shard.version}
 
     def _open_new(self, one_by_one: bool = False) -> None:
@@ -125,8 +123,8 @@ class RemoteShards:
         Args:
             one_by_one: each version's own head takes the place of an object that had many of them and is gone.
         """
-        assert self._root is not None
-        new, storages, numbers = self._unopened(), dict[int, Storage](), self._numbers()
+        new, storages = self._unopened(), dict[int, Storage]()
+        numbers = number_shards(self._root.order, self._known_numbers)
         names = dict[str, list[str]]()
         for name, shard in new.items():
             if numbers[name] in self.storages or may_match(shard.ranges, self._conditions):
@@ -148,7 +146,6 @@ class RemoteShards:
             return self.storages
         self._read_at = -LOOK_SECONDS
         storages = self.look()
-        assert self._root is not None
         for name, number in self._known_numbers.items():
             if number in numbers and number not in storages and name in self._root.joined:
                 raise StaleEpisodeError(
@@ -162,29 +159,20 @@ class RemoteShards:
         storages, numbers = self.look(), self._known_numbers
         return [storages[numbers[name]] for name in sorted(numbers) if numbers[name] in storages]
 
-    def _numbers(self) -> dict[str, int]:
-        """Name -> number of each shard."""
-        assert self._root is not None
-        return number_shards(self._root.order, self._known_numbers)
-
     def _read_root(self) -> Root:
         root = read_root(self._objects)
         if not root.shards:
             raise nothing_at(self._objects, ROOT)
-        if self._root is None:
-            return root
         return root.as_held(self._root, lambda name: read_shard(self._objects, f"{name}/{SHARD}"))
 
     def _fetch_heads(self, names: Iterable[str]) -> Iterator[str]:
         """Fetch the objects with heads that the cache lacks, all together; gives each name once its object is there."""
-        assert self._root is not None
         heads = self._root.heads  # it does not name that of a shard which was joined with others before it was read
-        there = {name: name not in heads or not self._cache.lacks_head(name) for name in names}
-        yield from (name for name in names if there[name])
-        lacking = [name for name in names if not there[name]]
+        lacking = [name for name in names if name in heads and not self._cache.has_head(name)]
+        yield from (name for name in names if name not in lacking)
         ranges = [(head_object(name), 0, heads[name]) for name in lacking]
         for i, data in self._objects.stream(ranges, lambda i, data: digest(data) == lacking[i]):
-            self._cache.head(lacking[i], len(data), lambda data=data: data, anew=True)  # type: ignore[misc]
+            self._cache.keep_head(lacking[i], data)
             yield lacking[i]
 
 
