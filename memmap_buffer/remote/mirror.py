@@ -210,16 +210,12 @@ class Mirror(Published):
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
-                self._discard()
+                with suppress(*NOT_WHOLE):
+                    self._mapped()  # another process may just have made it
+                    return
+                remove_mirror(self.path)
         finally:
             remove_mirror(new)
-
-    def _discard(self) -> None:
-        """Remove the local copy, unless it can be opened: another process may just have made it."""
-        with suppress(*NOT_WHOLE):
-            self._mapped()
-            return
-        remove_mirror(self.path)
 
     # Blocks
 
@@ -589,10 +585,9 @@ class _Fetch:
         for mirror, these in self._chosen.items():
             blocks = self._blocks[mirror]
             num_bytes[mirror.cache] += int(blocks.sizes[these].sum())
-            bounded = (
-                mirror.cache.limit is not None
-            )  # then rows of a window that are still to be read must not go first
-            blocks.touch(mirror.files.in_groups(these) if bounded else these, now())
+            if mirror.cache.limit is not None:  # rows of a window that are still to be read must not go first
+                these = mirror.files.in_groups(these)
+            blocks.touch(these, now())
         for cache, wanted in num_bytes.items():
             cache.require_room(wanted)
         keeps = all(cache.keeps_all([m for m in self._chosen if m.cache is cache]) for cache in num_bytes)
