@@ -21,10 +21,20 @@ from fault_injection import system
 from inside import before_asking_again, folders_of, keep_blocks, locks_of, mirrors_of, retry
 from range_server import RangeServer
 
-from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, RemoteError, ReplayBuffer, SchemaError, pack, publish
+from memmap_buffer import (
+    ConcatBuffer,
+    CorruptBufferError,
+    Field,
+    RemoteError,
+    ReplayBuffer,
+    SchemaError,
+    cache_contents,
+    pack,
+    publish,
+)
 from memmap_buffer.format.source import BLOCK, Rows
 from memmap_buffer.remote import objects
-from memmap_buffer.remote.blocks import COUNTER, LOCAL, USED, Blocks
+from memmap_buffer.remote.blocks import COUNTER, LOCAL, USED, Blocks, RemovedError
 from memmap_buffer.remote.layout import LEAST_BLOCK
 from memmap_buffer.remote.mirror import Taken, bring_later, fetch
 
@@ -254,6 +264,33 @@ def test_an_interruption_at_a_lock_leaves_it_to_others(root, tmp_path, monkeypat
         other.start()
         other.join(60)
         assert not other.is_alive()
+
+
+def test_who_knows_a_mirror_that_was_made_anew_meanwhile_leaves_the_new_one_alone(root, tmp_path):
+    url = f"file://{root}/far"
+    mirror = mirrors_of(ConcatBuffer.from_root(url, cache=tmp_path))[0]
+    every = np.arange(mirror.files.count)
+    fetch({mirror: every})
+    before = mirror.blocks
+    shutil.rmtree(mirror.path)
+    far = ConcatBuffer.from_root(url, cache=tmp_path)
+    fetch({mirrors_of(far)[0]: every})
+    with pytest.raises(RemovedError, match=r"^$"):
+        before.write([0], bytes(before.sizes[0]))
+    assert before.give_back(every) == 0
+    assert cache_contents(tmp_path).shards[mirror.path.name][0] == before.sizes.sum()
+    compare(root, far)
+
+
+def test_blocks_that_are_in_use_go_on_where_the_cache_was_moved_to(root, tmp_path):
+    url = f"file://{root}/far"
+    mirror = mirrors_of(ConcatBuffer.from_root(url, cache=tmp_path / "cache"))[0]
+    fetch({mirror: np.arange(4)})
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    far = ConcatBuffer.from_root(url, cache=tmp_path / "moved")
+    compare(root, far)
+    assert mirrors_of(far)[0].blocks is mirror.blocks
+    assert mirror.blocks.give_back(np.arange(4)) == mirror.blocks.sizes[:4].sum()
 
 
 def first_groups(mirror, count):
