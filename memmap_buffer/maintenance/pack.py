@@ -1,16 +1,18 @@
 """`pack`: a dense, read-only copy of a buffer; `unpack`: a copy that can be written to. Writes nothing to the source.
 
 Both call `_transfer`, which copies the rows of chosen episodes to a folder of another layout (a `_Plan` says where to),
-and compares every checksum on the way. A writer may go on meanwhile: as in every reader, the generations of the records
-are compared after the rows were copied.
+and compares every checksum on the way; `join` does so with those of several folders. A writer may go on meanwhile: as
+in every reader, the generations of the records are compared after the rows were copied.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +21,7 @@ import numpy.typing as npt
 from memmap_buffer.errors import CorruptBufferError, NotEnoughDataError, SchemaError, StaleEpisodeError
 from memmap_buffer.format import marks
 from memmap_buffer.format.checksums import checksum, checksum_row, digest_of
-from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import Layout
 from memmap_buffer.format.records import (
@@ -44,6 +46,7 @@ from memmap_buffer.progress import progress
 from memmap_buffer.writing.validation import positions_of
 
 Shape: TypeAlias = "Callable[[Layout, IntArray, int, Recoding], Layout]"
+Part: TypeAlias = "tuple[Storage, EpisodeTable, IntArray]"  # a folder, its table, the slots of it that are copied
 
 
 def pack(
@@ -85,15 +88,7 @@ def pack(
         ImportError: the package of a codec is not installed.
         OSError: the disk is full, say.
     """
-
-    def dense(source: Layout, lengths: IntArray, steps: int, recoding: Recoding) -> Layout:
-        rows, columns = int(lengths.sum()), len(source.schema.all)
-        kept = source.skips_resets
-        return recoding.layout(
-            len(lengths), source.max_timesteps, rows, spare_slots=0, columns=columns, skips_resets=kept
-        )
-
-    return _transfer(src, dst, episodes, codec, dense, is_dense=True)
+    return _transfer(src, dst, episodes, codec, _dense)
 
 
 def unpack(
@@ -134,9 +129,7 @@ def unpack(
     def grid(source: Layout, lengths: IntArray, steps: int, recoding: Recoding) -> Layout:
         most = source.max_episodes if max_episodes is None else max_episodes
         longest = source.max_timesteps if max_timesteps is None else max_timesteps
-        options = {"spare_slots": spare_slots, "circular": circular, "capacity": capacity}
-        options["skips_resets"] = source.skips_resets
-        layout = recoding.layout(most, longest, **options)
+        layout = recoding.layout(most, longest, spare_slots=spare_slots, circular=circular, capacity=capacity)
         needed = {"max_episodes": len(lengths), "max_timesteps": int(lengths.max()), "capacity": steps}
         for name, size in needed.items():
             limit = getattr(layout, name)
@@ -146,17 +139,24 @@ def unpack(
                 )
         return layout
 
-    return _transfer(src, dst, episodes, codec, grid, is_dense=False)
+    return _transfer(src, dst, episodes, codec, grid)
+
+
+def _dense(source: Layout, lengths: IntArray, steps: int, recoding: Recoding) -> Layout:
+    columns = len(source.schema.all)
+    return recoding.layout(len(lengths), source.max_timesteps, int(lengths.sum()), spare_slots=0, columns=columns)
 
 
 @dataclass(frozen=True)
 class _Plan:
     """The places of a copy: the i-th episode goes to slot i of the new layout, its steps to the rows from `first` on.
 
-    Attributes: slots, serials, start, length, flags, first: (n,), in the order of the serials, as they were when it was
-        made. recoding: how the fields of the copy are compressed. numbered: whether the i-th has the serial i there.
+    Attributes: sources: (n,) the folder of each. slots, serials, start, length, flags, first: (n,), in the order of the
+        serials, as they were when it was made. recoding: how the fields of the copy are compressed. numbered: whether
+        the i-th has the serial i there.
     """
 
+    sources: list[Storage]
     slots: IntArray
     serials: IntArray
     start: IntArray
@@ -169,46 +169,30 @@ class _Plan:
 
 
 class _Left(Exception):
-    """Not all of a plan could be copied: `stale` of its oldest episodes were overwritten before."""
-
-    def __init__(self, stale: int) -> None:
-        super().__init__()
-        self.stale = stale
+    """Not all of a plan could be copied. Args: how many of its oldest episodes were overwritten before."""
 
 
 def _transfer(
-    src: str | PathLike[str],
-    dst: str | PathLike[str],
-    episodes: Any,
-    codec: Mapping[str, Any] | None,
-    shape: Shape,
-    *,
-    is_dense: bool,
+    src: str | PathLike[str], dst: str | PathLike[str], episodes: Any, codec: Mapping[str, Any] | None, shape: Shape
 ) -> list[int]:
     source = Storage.open(src, read_only=True, verify="never")  # each checksum is compared all the same
     table, slots = visible(source)
-    visible_ones = len(slots)
-    if episodes is not None:
-        slots = slots[table.start[slots] == 0]  # positions are those of whole episodes
-    wanted = table.serial[slots[np.unique(positions_of(episodes, len(slots))[0])]]
-    serials = wanted
-    name = source.layout.id if len(wanted) == visible_ones else source.layout.part_id(wanted.tolist())
-    chosen = slots[np.isin(table.serial[slots], wanted)]
-    recoding = Recoding.of(source, codec, chosen, dense=is_dense)
+    chosen = slots if episodes is None else slots[table.start[slots] == 0]  # positions are those of whole episodes
+    chosen = chosen[np.unique(positions_of(episodes, len(chosen))[0])]
+    wanted = serials = table.serial[chosen]
+    id = source.layout.id if len(chosen) == len(slots) else source.layout.part_id(wanted.tolist())
+    recoding = Recoding.of(source, codec, chosen, dense=shape is _dense)
     for _ in range(ROUNDS):
-        plan = _plan(source, serials, recoding, lambda *sizes: replace(shape(*sizes), id=name))
+        table, slots = visible(source)
+        plan = _plan([(source, table, slots[np.isin(table.serial[slots], serials)])], recoding, shape, id)
         try:
-            with new_copy(source, path_of(dst), plan.layout, ("extra",)) as there:
-                recoding.write_dictionaries(plan.layout, there)
-                _copy(source, plan, there)
-                write_counters(there["/state"], plan.layout, counters(source))
-                if is_dense and plan.layout.coded:
-                    _replace_schema(Folder(path_of(dst)), close_up(plan.layout, there))
+            with _new_folder(plan, path_of(dst), {}) as there:
+                _copy(plan, there)
         except _Left as left:
             # The files are made for all that were planned, so they are made anew; a ring that overtook the copy once
             # would do it again, so as many more of its oldest are not tried.
             serials = plan.serials[source.refresh().shows(plan.slots, plan.serials)]
-            serials = serials[min(left.stale, len(serials) - 1) :]
+            serials = serials[min(left.args[0], len(serials) - 1) :]
         else:
             return sorted({*wanted.tolist()} - {*plan.serials.tolist()})
     raise StaleEpisodeError(f"{source.path}: episodes change faster than they can be copied; pause the writer")
@@ -227,34 +211,57 @@ def join(sources: Sequence[Storage], dst: PathLike[str], id: str) -> None:
         CorruptBufferError: an episode is damaged.
         OSError: the disk is full, say.
     """
-    every = [(source, *visible(source)) for source in sources]
-    origins, first = [source for source, _, slots in every for _ in slots], sources[0].layout
-
-    def column(name: str) -> Any:
-        return np.concatenate([getattr(table, name)[slots] for _, table, slots in every])
-
-    length, recoding = column("length"), Recoding(first.schema, frozenset(), {})
-    longest, steps = max(source.layout.max_timesteps for source in sources), int(length.sum())
-    options = {"spare_slots": 0, "columns": len(first.schema.all), "skips_resets": first.skips_resets, "id": id}
-    layout = recoding.layout(len(length), longest, steps, **options)
-    facts = column("serial"), column("start"), length, column("flags"), np.cumsum(length) - length
-    plan = _Plan(np.concatenate([slots for *_, slots in every]), *facts, layout, recoding, numbered=True)
-    with new_copy(sources[0], path_of(dst), layout, ("extra",)) as there:
-        for i, source in enumerate(progress(origins, "joining")):
-            if not _copy_episode(source, plan, i, there):
+    recoding = Recoding(sources[0].layout.schema, frozenset(), {})
+    plan = replace(_plan([(source, *visible(source)) for source in sources], recoding, _dense, id), numbered=True)
+    with _new_folder(plan, path_of(dst), {"next": len(plan.sources)}) as there:
+        for i, source in enumerate(progress(plan.sources, "joining")):
+            if not _copy_episode(plan, i, there):
                 raise CorruptBufferError(
                     f"{source.where}: episode {plan.serials[i]} is damaged; publish the folder again", path=source.path
                 )
-        write_counters(there["/state"], layout, {**counters(sources[0]), "next": len(origins)})
-        if layout.coded:
-            _replace_schema(Folder(path_of(dst)), close_up(layout, there))
     marked = {source: marks.Marks(source.folder).of(source.layout.id) for source in sources}
-    named = enumerate(zip(origins, plan.serials.tolist(), strict=True))
+    named = enumerate(zip(plan.sources, plan.serials.tolist(), strict=True))
     kept = {i: marked[source][serial] for i, (source, serial) in named if serial in marked[source]}
     target = Folder(path_of(dst))
     target.unlink(marks.FILE, missing_ok=True)
     if kept:
         target.write_new(marks.FILE, marks.text_of({id: kept}), sync=True)
+
+
+def _plan(parts: Sequence[Part], recoding: Recoding, shape: Shape, id: str) -> _Plan:
+    """The plan of a copy that has this id."""
+
+    def column(name: str) -> Any:
+        return np.concatenate([getattr(table, name)[slots] for _, table, slots in parts])
+
+    source, start, length = parts[0][0], column("start"), column("length")
+    if not len(length):
+        raise NotEnoughDataError(
+            f"{source.path}: no episode is left to be copied; record some, or pause the writer of a ring that turns "
+            "faster than it can be read"
+        )
+    longest = max(each.layout.max_timesteps for each, *_ in parts)
+    layout = shape(replace(source.layout, max_timesteps=longest), length, int((length - start).sum()), recoding)
+    layout = replace(layout, id=id, skips_resets=source.layout.skips_resets)
+    first = np.cumsum(length) - length if layout.rows is not None else np.arange(len(length)) * layout.max_timesteps
+    sources = [each for each, _, slots in parts for _ in slots]
+    slots = np.concatenate([slots for *_, slots in parts])
+    return _Plan(sources, slots, column("serial"), start, length, column("flags"), first, layout, recoding)
+
+
+@contextmanager
+def _new_folder(plan: _Plan, path: Path, words: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Create the folder of a plan, whose array files, key -> descriptor, are filled in the block.
+
+    Args: words: those of its state.npy that differ from the ones of another copy.
+    """
+    source, layout = plan.sources[0], plan.layout
+    with new_copy(source, path, layout, ("extra",)) as there:
+        plan.recoding.write_dictionaries(layout, there)
+        yield there
+        write_counters(there["/state"], layout, {**counters(source), **words})
+        if layout.rows is not None and layout.coded:
+            _replace_schema(Folder(path), close_up(layout, there))
 
 
 def _replace_schema(target: Folder, layout: Layout) -> None:
@@ -263,31 +270,19 @@ def _replace_schema(target: Folder, layout: Layout) -> None:
     target.rename("schema.json.old", "schema.json.new")
 
 
-def _plan(source: Storage, serials: IntArray, recoding: Recoding, shape: Shape) -> _Plan:
-    table, slots = visible(source)
-    slots = slots[np.isin(table.serial[slots], serials)]
-    if not len(slots):
-        raise NotEnoughDataError(
-            f"{source.path}: no episode is left to be copied; record some, or pause the writer of a ring that turns "
-            "faster than it can be read"
-        )
-    start, length = table.start[slots], table.length[slots]
-    layout = shape(source.layout, length, int((length - start).sum()), recoding)
-    first = np.cumsum(length) - length if layout.rows is not None else np.arange(len(slots)) * layout.max_timesteps
-    return _Plan(slots, table.serial[slots], start, length, table.flags[slots], first, layout, recoding)
-
-
-def _copy(source: Storage, plan: _Plan, there: dict[str, int]) -> None:
-    """Copy the planned episodes, the oldest first, as a ring overwrites them first; again, if they were updated.
+def _copy(plan: _Plan, there: dict[str, int]) -> None:
+    """Copy the planned episodes of a folder, the oldest first, as a ring overwrites them first; again, if they were
+    updated.
 
     Raises: _Left: an episode was overwritten before it was copied, or is damaged.
     """
+    source = plan.sources[0]
     damaged = source.num_damaged
     copied = np.zeros(len(plan.slots), np.uint64)  # the generation of each when it was copied, 0 where it was not
     pending = np.arange(len(copied))
     for attempt in range(ROUNDS):
         for i in progress(pending.tolist(), "encoding" if plan.recoding.anew else "copying"):
-            copied[i] = _copy_episode(source, plan, i, there)
+            copied[i] = _copy_episode(plan, i, there)
         table = source.refresh()
         moved = table.generation[plan.slots] != copied
         pending = np.flatnonzero(moved & table.shows(plan.slots, plan.serials))
@@ -298,41 +293,34 @@ def _copy(source: Storage, plan: _Plan, there: dict[str, int]) -> None:
         raise _Left(int((copied == 0).sum()) - (source.num_damaged - damaged))
 
 
-def _copy_episode(source: Storage, plan: _Plan, i: int, there: dict[str, int]) -> int:
+def _copy_episode(plan: _Plan, i: int, there: dict[str, int]) -> int:
     """Copy episode `i` of a plan; returns its generation, or 0 if it is damaged or was rewritten meanwhile."""
-    slot = int(plan.slots[i])
+    source, slot = plan.sources[i], int(plan.slots[i])
     word = source.maps.words[slot].copy()
     record, generation = word.view(RECORD)[0], int(word[GENERATION])
     if generation & 1 or record["serial"] != plan.serials[i] or word[CHECK] != check_of(word[None])[0]:
         return 0
-    length, planned, now = int(plan.length[i]), int(plan.flags[i]), int(record["flags"])
+    planned, now, why = int(plan.flags[i]), int(record["flags"]), ""
     flags = (planned | CUT) & ~OPEN if planned & OPEN else now & ~DELETED  # an open episode ends at the planned length
     try:
-        before, after = _copy_arrays(source, plan, i, bool(flags & FINAL), there)
+        before, after = _copy_arrays(plan, i, bool(flags & FINAL), there)
     except DamagedError as error:
         before, after, why = {}, {}, str(error)
-    else:
-        why = ""
-    bad = []
-    if not why and now & CHECKED and record["length"] == length and (now ^ planned) & OPEN == 0:
-        bad = source.mismatches(slot, now, before)
+    is_checked = now & CHECKED and record["length"] == plan.length[i] and (now ^ planned) & OPEN == 0
+    is_damaged = bool(why or (is_checked and source.mismatches(slot, now, before)))
     if source.maps.words[slot, GENERATION] != generation:
         return 0
-    if bad and source.maps.words[slot, CHECK] == word[CHECK]:
-        source.check(np.array([slot]))
-    elif why and source.maps.words[slot, CHECK] == word[CHECK]:
-        source.void([(slot, why)])
-    if bad or why:
+    if is_damaged:
+        if source.maps.words[slot, CHECK] == word[CHECK]:
+            source.void([(slot, why)]) if why else source.check(np.array([slot]))
         return 0
     _write_record(plan, i, word, flags, after, there)
     return generation
 
 
-def _copy_arrays(
-    source: Storage, plan: _Plan, i: int, has_final: bool, there: dict[str, int]
-) -> tuple[dict[str, int], dict[str, int]]:
+def _copy_arrays(plan: _Plan, i: int, has_final: bool, there: dict[str, int]) -> tuple[dict[str, int], dict[str, int]]:
     """Copy an episode's rows and meta fields; returns the checksums by field, in the source and in the copy."""
-    slot, length, before, after = plan.slots[i], int(plan.length[i]), {}, {}
+    source, slot, length, before, after = plan.sources[i], plan.slots[i], int(plan.length[i]), {}, {}
     for name, field in plan.layout.schema.fields.items():
         first, row = int(source.first_row(slot[None], field.final)[0]), int(plan.first[i]) + i * field.final
         rows = range(first, first + length + (field.final and has_final))
