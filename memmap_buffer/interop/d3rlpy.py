@@ -9,14 +9,14 @@ is drawn; only the bounds of the episodes are in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from memmap_buffer import ConcatBuffer, NotEnoughDataError, ReplayBuffer, Schema, StaleEpisodeError
-from memmap_buffer.adapters import AnyPath, Array, extra, flatten, to_numpy
+from memmap_buffer import ConcatBuffer, NotEnoughDataError, ReplayBuffer, Schema, StaleEpisodeError, Window
+from memmap_buffer.adapters import AnyPath, Array, extra, flatten
 from memmap_buffer.interop.episodes import opened, require_kinds, with_excluded
 
 with extra("d3rlpy"):
@@ -38,7 +38,6 @@ with extra("d3rlpy"):
 T = TypeVar("T")
 PICKERS = (BasicTransitionPicker, FrameStackTransitionPicker, MultiStepTransitionPicker, SparseRewardTransitionPicker)
 SLICERS = (BasicTrajectorySlicer, FrameStackTrajectorySlicer)
-SCANNED = 1 << 20  # for so many timesteps at once it is looked up which episodes they belong to
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
@@ -89,19 +88,18 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
     ) -> None:
         self.disk: Any = opened(folder)
         schema: Schema = self.disk.schema
-        named = {*([observation] if isinstance(observation, str) else observation), action, reward}
-        require_kinds({name: schema.fields[name] for name in named & schema.fields.keys()}, "d3rlpy", "U")
-        self._rows = _Rows(
-            self.disk,
-            (observation,) if isinstance(observation, str) else tuple(observation),
-            action,
-            reward,
-            schema.terminated if terminated is None else terminated,
-        )
+        observations = (observation,) if isinstance(observation, str) else tuple(observation)
+        terminated = schema.terminated if terminated is None else terminated
+        named = (*observations, action, reward, *([] if terminated is None else [terminated]))
+        schema.require_fields(named, "DiskDataset", schema.fields)
+        require_kinds({name: schema.fields[name] for name in named}, "d3rlpy", "U")
+        self._rows = _Rows(self.disk, (*observations, action), reward, terminated)
         episode = self._rows.episodes[0]
-        space = action_space or _action_space(episode.actions)
+        if action_space is None:
+            discrete = bool(np.all(episode.actions.astype(np.int32) == episode.actions))
+            action_space = constants.ActionSpace.DISCRETE if discrete else constants.ActionSpace.CONTINUOUS
         if action_size is None:
-            discrete = space == constants.ActionSpace.DISCRETE
+            discrete = action_space == constants.ActionSpace.DISCRETE
             largest = self.disk.statistics([action])[action].max if discrete else None
             action_size = int(np.asarray(largest).max()) + 1 if discrete else episode.actions.shape[1]
         super().__init__(
@@ -111,7 +109,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
             observation_signature=episode.observation_signature,
             action_signature=episode.action_signature,
             reward_signature=episode.reward_signature,
-            action_space=space,
+            action_space=action_space,
             action_size=action_size,
             cache_size=1,
         )
@@ -163,16 +161,14 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
         several = type(picker) is MultiStepTransitionPicker
         interval = np.minimum(picker._n_steps if several else 1, at.rest - ~at.terminated)
         terminal = interval == at.rest
-        before = np.arange(1 - _frames(picker, FrameStackTransitionPicker), 1)
-        now, following = at.t[:, None] + before, (at.t + interval)[:, None] + before
-        exists = np.stack([now >= 0, (following >= 0) & ~terminal[:, None]])
-        place = at.start[:, None] + np.maximum([now, np.minimum(following, at.length[:, None] - 1)], 0)
-        observations, actions = rows.steps(place, exists)
-        observations = [_stacked(x) for x in observations]
-        actions = actions[:, :, -1]
+        frames = at.t[:, None] + np.arange(1 - _frames(picker, FrameStackTransitionPicker), 1)
+        following = np.where(terminal[:, None], -1, frames + interval[:, None])
+        *observations, actions = rows.steps(at.start[:, None], np.stack([frames, following]))
+        observations, actions = [_stacked(x) for x in observations], actions[:, :, -1]
         rewards = rows.rewards(at.start + at.t, interval)
         rewards = _returns(rewards, interval, picker._gamma) if several else rewards[:, 0]
         now_observed, next_observed = (_observation([_float(x[i]) for x in observations]) for i in range(2))
+        transition = partial(_transition, picker, rows, at, observations, actions, rewards, terminal, interval)
         return TransitionMiniBatch(
             observations=now_observed,
             actions=_float(actions[0]),
@@ -181,29 +177,28 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
             next_actions=_float(actions[1]),
             terminals=_float(terminal[:, None]),
             intervals=_float(interval[:, None]),
-            transitions=_Transitions(picker, rows, at, observations, actions, rewards, terminal, interval),
+            transitions=_OnDemand(batch_size, transition),
         )
 
     def _trajectories(self, batch_size: int, length: int) -> TrajectoryMiniBatch:
         rows, frames = self._rows, _frames(self.trajectory_slicer, FrameStackTrajectorySlicer)
         at = rows.located(np.random.randint(rows.transition_count, size=batch_size))
         t = at.t[:, None] + np.arange(2 - length - frames, 1)
-        observations, actions = rows.steps(at.start[:, None] + np.maximum(t, 0), t >= 0)
-        if frames > 1:
-            windows = [np.moveaxis(sliding_window_view(x, frames, axis=1), -1, 2) for x in observations]
-            observations = [_stacked(x) for x in windows]
+        *observations, actions = rows.steps(at.start[:, None], t)
+        windows = [np.moveaxis(sliding_window_view(x, frames, axis=1), -1, 2) for x in observations]
         t = t[:, frames - 1 :]
         begin = t[:, 0].clip(0)
-        rewards = rows.rewards(at.start + begin, at.length - begin)
+        to_end = at.t + at.rest - begin
+        rewards = rows.rewards(at.start + begin, to_end)
         scores, to_go = (np.zeros((batch_size, length, *rewards.shape[2:]), rewards.dtype) for _ in range(2))
-        for i, (n, rest) in enumerate(zip((at.t + 1 - begin).tolist(), (at.length - begin).tolist(), strict=True)):
+        for i, (n, rest) in enumerate(zip((at.t + 1 - begin).tolist(), to_end.tolist(), strict=True)):
             own = rewards[i, :rest]
             scores[i, length - n :] = own[:n]
             to_go[i, length - n :] = (np.sum(own) - np.cumsum(own, axis=0) + own)[:n]  # d3rlpy's order of sums
         terminals = np.zeros((batch_size, length, 1))
         terminals[:, -1, 0] = at.terminated & (at.rest == 1)
         return TrajectoryMiniBatch(
-            observations=_observation([_float(x) for x in observations]),
+            observations=_observation([_float(_stacked(x)) for x in windows]),
             actions=_float(actions[:, frames - 1 :]),
             rewards=_float(scores),
             returns_to_go=_float(to_go),
@@ -216,38 +211,29 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
     append = append_episode = clip_episode = _refuse
 
 
-@dataclass(frozen=True)
-class _Located:
+class _Located(NamedTuple):
     """Places of timesteps, arrays (B,).
 
-    Attributes:
-        start: the first row of the timestep's episode.
-        length: of the episode.
-        terminated: whether the episode terminated.
-        t: the timestep within the episode.
+    Args:
+        episode: the number of the timestep's episode.
+        start: the first row of that episode.
+        terminated: whether it terminated.
+        t: the timestep within it.
+        rest: how many timesteps it has from this one on.
     """
 
+    episode: Array
     start: Array
-    length: Array
     terminated: Array
     t: Array
-
-    @property
-    def rest(self) -> Array:
-        """(B,) how many timesteps the episode has from each of these on."""
-        return self.length - self.t
+    rest: Array
 
 
 class _Rows:
     """A folder as d3rlpy's `BufferProtocol`: the timesteps of all episodes one after another, read by row number."""
 
-    def __init__(
-        self, disk: Any, observation: tuple[str, ...], action: str, reward: str, terminated: str | None
-    ) -> None:
-        self._disk = disk
-        self._keys = [f"{i}" for i in range(len(observation))]
-        self._named = {**dict(zip(observation, self._keys, strict=True)), action: "action"}
-        self._reward, self._terminated = reward, terminated
+    def __init__(self, disk: Any, names: tuple[str, ...], reward: str, terminated: str | None) -> None:
+        self._disk, self._names, self._reward, self._terminated = disk, names, reward, terminated
         self.refresh()
 
     def refresh(self) -> None:
@@ -255,76 +241,71 @@ class _Rows:
         ends = [self._reward] if self._terminated is None else [self._reward, self._terminated]
         while True:  # until no episode comes or goes during a turn
             serials = self._disk.serials
-            self._steps, self._rewards = self._timesteps([*self._named]), self._timesteps([self._reward])
-            last = self._timesteps(ends, return_indices=True)
+            self._steps, self._rewards, last = map(self._timesteps, (self._names, [self._reward], ends))
             lengths = self._disk.episode_lens
-            same = len(self._steps) == len(self._rewards) == len(last)
+            if lengths.sum() != len(last):  # a ring has forgotten the first timesteps of some
+                longest = self._disk.max_timesteps
+                view = Window(longest, stride=longest, fields=(), boundary="pad")  # one an episode, from the first left
+                lengths = self._disk.batch(view=view, **self._how)["_lens"]
+            same = len(self._steps) == len(self._rewards) == len(last) == lengths.sum()
             if same and np.array_equal(serials, self._disk.serials):
                 break
-        self.lengths = lengths if lengths.sum() == len(last) else _lengths_of(last)
+        self.lengths = lengths
         self.starts = np.cumsum(self.lengths) - self.lengths
         self.terminated = np.zeros(len(self.lengths), np.bool_)
         if self._terminated is not None:
-            flags = last.at(self.starts + self.lengths - 1).data
-            self.terminated = (
-                flatten(flags)[self._terminated].numpy().reshape(len(self.lengths), -1)[:, 0].astype(np.bool_)
-            )
+            flags = _columns(last, self.starts + self.lengths - 1)[self._terminated]
+            self.terminated = flags.reshape(len(self.lengths), -1)[:, 0].astype(np.bool_)
         self._stops = np.cumsum(self.lengths - ~self.terminated)
         if not self.transition_count:
             raise NotEnoughDataError("there are episodes, but no transition: each has one timestep and is truncated")
 
-    def _timesteps(self, fields: list[str], **options: Any) -> Any:
-        return self._disk.dataset(
-            timestep_level=True,
-            fields=fields,
-            filter_fields=with_excluded(self._disk),
-            include_metadata=False,
-            on_stale="raise",
-            fieldname_map={name: key for name, key in self._named.items() if name in fields},
-            **options,
-        )
+    @property
+    def _how(self) -> dict[str, Any]:
+        how = {"include_metadata": False, "on_stale": "raise", "format": "numpy"}
+        return {"filter_fields": with_excluded(self._disk), **how}
+
+    def _timesteps(self, fields: Sequence[str]) -> Any:
+        return self._disk.dataset(timestep_level=True, fields=fields, **self._how)
 
     # Rows
 
     def located(self, index: Array) -> _Located:
         """The places of the transitions with these numbers (B,)."""
         i = np.searchsorted(self._stops, index, side="right")
-        before = np.where(i > 0, self._stops[i - 1], 0)
-        return _Located(self.starts[i], self.lengths[i], self.terminated[i], index - before)
+        t = index - np.where(i > 0, self._stops[i - 1], 0)
+        return _Located(i, self.starts[i], self.terminated[i], t, self.lengths[i] - t)
 
-    def steps(self, place: Array, exists: Array) -> tuple[list[Array], Array]:
-        """The observations, one array for each field, and the actions of timesteps.
+    def steps(self, start: Array, t: Array) -> list[Array]:
+        """The observations, one array for each field, and the actions of timesteps, (*t.shape, *shape) each.
 
         Args:
-            place: the rows of the timesteps, in any shape.
-            exists: whether each exists, of the same shape; where it does not, values are zero.
-
-        Returns:
-            Arrays (*place.shape, *shape).
+            start: the first rows of their episodes, of a shape that broadcasts to that of `t`.
+            t: the timesteps, in any shape; at negative ones values are zero.
         """
-        batch = self._steps.at(place.reshape(-1)).data
-        missing = ~exists.reshape(-1)
-
-        def column(key: str) -> Array:
-            values = _at_least_2d(to_numpy(batch[key]))
-            values[missing] = 0
-            return values.reshape(*place.shape, *values.shape[1:])
-
-        return [column(key) for key in self._keys], column("action")
+        batch, missing = _columns(self._steps, start + np.maximum(t, 0)), t < 0
+        columns = [_at_least_1d(batch[name], t.ndim) for name in self._names]
+        for column in columns:
+            column[missing] = 0
+        return columns
 
     def rewards(self, place: Array, count: Array) -> Array:
         """Rewards (B, max(count), *shape) from each row of `place` (B,) on; only the first `count` (B,) are meant."""
         places = np.minimum(place[:, None] + np.arange(count.max()), len(self._rewards) - 1)
-        rewards = _at_least_2d(to_numpy(flatten(self._rewards.at(places.reshape(-1)).data)[self._reward]))
-        return rewards.reshape(*places.shape, *rewards.shape[1:])
+        return _at_least_1d(_columns(self._rewards, places)[self._reward], 2)
 
     # BufferProtocol
 
     append = _refuse
 
     @property
-    def episodes(self) -> _Episodes:
-        return _Episodes(self)
+    def episodes(self) -> _OnDemand:
+        return _OnDemand(len(self.starts), self._episode)
+
+    def _episode(self, i: int) -> Any:
+        *observations, actions = self.steps(self.starts[i], np.arange(self.lengths[i]))
+        rewards = self.rewards(self.starts[i : i + 1], self.lengths[i : i + 1])[0]
+        return Episode(_observation(observations), actions, rewards, bool(self.terminated[i]))
 
     @property
     def transition_count(self) -> int:
@@ -337,78 +318,54 @@ class _Rows:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         at = self.located(np.array([index % len(self)]))
-        return self.episodes[int(np.searchsorted(self.starts, at.start[0]))], int(at.t[0])
+        return self._episode(int(at.episode[0])), int(at.t[0])
 
 
-class _Episodes(Sequence[Any]):
-    """The episodes of a folder, each read when its item is asked for."""
+class _OnDemand(Sequence[Any]):
+    """A sequence of d3rlpy's objects, each made when its item is asked for."""
 
-    def __init__(self, rows: _Rows) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows.starts)
-
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[k] for k in range(*i.indices(len(self)))]
-        rows, i = self._rows, range(len(self))[i]
-        place, length = rows.starts[i] + np.arange(rows.lengths[i]), rows.lengths[i : i + 1]
-        observations, actions = rows.steps(place, np.ones_like(place, np.bool_))
-        rewards = rows.rewards(place[:1], length)[0]
-        return Episode(_observation(observations), actions, rewards, bool(rows.terminated[i]))
-
-
-@dataclass(frozen=True)
-class _Transitions(Sequence[Any]):
-    """The transitions of a batch as d3rlpy's objects, each made when its item is asked for."""
-
-    picker: Any
-    rows: _Rows
-    at: _Located
-    observations: list[Array]
-    actions: Array
-    rewards: Array
-    terminal: Array
-    interval: Array
+    def __init__(self, length: int, make: Callable[[int], Any]) -> None:
+        self._items, self._make = range(length), make
 
     def __len__(self) -> int:
-        return len(self.interval)
+        return len(self._items)
 
     def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[k] for k in range(*i.indices(len(self)))]
-        i = range(len(self))[i]
-        at, picker = self.at, self.picker
-        to_go = self.rows.rewards((at.start + at.t)[i : i + 1], at.rest[i : i + 1])[0]
-        if type(picker) is SparseRewardTransitionPicker and np.all(to_go == picker._step_reward):
-            to_go = np.array([[picker._failure_return]], np.float32)
-        return Transition(
-            observation=_observation([x[0, i] for x in self.observations]),
-            action=self.actions[0, i],
-            reward=self.rewards[i],
-            next_observation=_observation([x[1, i] for x in self.observations]),
-            next_action=self.actions[1, i],
-            terminal=float(self.terminal[i]),
-            interval=int(self.interval[i]),
-            rewards_to_go=to_go,
-        )
+        items = self._items[i]
+        return [self._make(k) for k in items] if isinstance(items, range) else self._make(items)
 
 
-def _action_space(actions: Array) -> constants.ActionSpace:
-    whole = bool(np.all(actions.astype(np.int32) == actions))
-    return constants.ActionSpace.DISCRETE if whole else constants.ActionSpace.CONTINUOUS
+def _transition(
+    picker: Any,
+    rows: _Rows,
+    at: _Located,
+    observations: list[Array],
+    actions: Array,
+    rewards: Array,
+    terminal: Array,
+    interval: Array,
+    i: int,
+) -> Any:
+    """Transition `i` of a batch."""
+    to_go = rows.rewards((at.start + at.t)[i : i + 1], at.rest[i : i + 1])[0]
+    if type(picker) is SparseRewardTransitionPicker and np.all(to_go == picker._step_reward):
+        to_go = np.array([[picker._failure_return]], np.float32)
+    return Transition(
+        observation=_observation([x[0, i] for x in observations]),
+        action=actions[0, i],
+        reward=rewards[i],
+        next_observation=_observation([x[1, i] for x in observations]),
+        next_action=actions[1, i],
+        terminal=float(terminal[i]),
+        interval=int(interval[i]),
+        rewards_to_go=to_go,
+    )
 
 
-def _lengths_of(timesteps: Any) -> Array:
-    """How many of the timesteps each episode has. Unlike `episode_lens` this counts trimmed episodes, too."""
-    parts = range(0, len(timesteps), SCANNED)
-    owners = [
-        timesteps.at(np.arange(at, min(at + SCANNED, len(timesteps)))).data["_indices"][:, :-1].numpy() for at in parts
-    ]
-    owner = np.concatenate(owners)
-    begins = np.flatnonzero(np.r_[True, (owner[1:] != owner[:-1]).any(axis=1)])
-    return np.diff(np.r_[begins, len(owner)])
+def _columns(timesteps: Any, place: Array) -> dict[str, Array]:
+    """Field -> (*place.shape, *field) of the timesteps at these rows."""
+    batch = flatten(timesteps.at(place.reshape(-1)).data)
+    return {name: values.reshape(*place.shape, *values.shape[1:]) for name, values in batch.items()}
 
 
 def _returns(rewards: Array, interval: Array, gamma: float) -> Array:
@@ -421,8 +378,9 @@ def _returns(rewards: Array, interval: Array, gamma: float) -> Array:
     return out
 
 
-def _at_least_2d(values: Array) -> Array:
-    return values[:, None] if values.ndim == 1 else values
+def _at_least_1d(values: Array, lead: int) -> Array:
+    """Values without a shape of their own behind the `lead` axes as values of shape (1,)."""
+    return values[..., None] if values.ndim == lead else values
 
 
 def _frames(how: Any, kind: Any) -> int:

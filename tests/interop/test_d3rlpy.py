@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from pages import run_alone, run_blocks
 
-from memmap_buffer import ConcatBuffer, Field, NotEnoughDataError, ReplayBuffer
+from memmap_buffer import ConcatBuffer, Field, NotEnoughDataError, ReplayBuffer, SchemaError
 from memmap_buffer.compat import set_valid
 
 REAL = importlib.util.find_spec("d3rlpy") is not None
@@ -152,6 +152,9 @@ def test_several_fields_are_a_tuple_observation(tmp_path: Path) -> None:
     assert_equal(batch.transitions[3], ours.transition_picker(*located(ours, 0, 3)))
     state = DiskDataset(folder, observation="observation.state")
     assert [x.observations.tolist() for x in state.episodes] == [e["observation"]["state"].tolist() for e in episodes]
+    for name in ("observation", "reward", "terminated"):
+        with pytest.raises(SchemaError, match="DiskDataset: got 'observation', which was not declared"):
+            DiskDataset(folder, **{"observation": "observation.state", name: "observation"})
 
 
 def located(dataset: Any, seed: int, i: int) -> Any:
