@@ -8,15 +8,13 @@ Called again with the same folder, a run goes on with the steps that are stored.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from memmap_buffer import Field, Offsets, Prioritized, ReplayBuffer, Schema, SchemaError
+from memmap_buffer import Field, Offsets, Prioritized, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import AnyPath, Array, Episode, Names, equal_rows, extra, flatten, path_of
 from memmap_buffer.interop.columns import BoolArray
 from memmap_buffer.interop.episodes import episode_bounds, read_names, write_names
@@ -102,14 +100,14 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
             raise SchemaError(f"alpha, beta: got {alpha} and {beta}; give both, to draw by priority, or none")
         if slice_len is not None and n_steps > 1:
             raise SchemaError(f"slice_len: got {slice_len} with n_steps={n_steps}; leave one out")
-        self._priorities = (
-            None if alpha is None or beta is None else Prioritized(alpha, beta, epsilon=eps, normalize="buffer")
-        )
-        draws = _Draws(self._priorities, slice_len, strict_length, n_steps, gamma, device)
+        prioritized = None
+        if alpha is not None and beta is not None:
+            prioritized = Prioritized(alpha, beta, epsilon=eps, normalize="buffer")
         several = slice_len is not None or n_steps > 1
         self.memory = _Trajectories(folder, capacity, traj_key, several, max_timesteps=max_timesteps, **options)
+        how = {"prioritized": prioritized, "device": device}
         super().__init__(
-            storage=_Folder(self.memory, capacity, draws),
+            storage=_Folder(self.memory, (slice_len, strict_length), (n_steps, gamma), **how),
             collate_fn=_collated,
             batch_size=batch_size,
             priority_key=priority_key,
@@ -170,13 +168,12 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
             index: (..., 2), as "index" of a batch.
             priority: (...) or (..., 1), the TD errors δ.
         """
-        if self._priorities is not None:
-            with self._replay_lock:
-                self._storage.update(np.asarray(index).reshape(-1, 2), np.asarray(priority).reshape(-1))
+        with self._replay_lock:
+            self._storage.update(np.asarray(index).reshape(-1, 2), np.asarray(priority).reshape(-1))
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """`update_priority` by a batch that has "index", and the TD errors under `priority_key`."""
-        if self._priorities is not None:
+        if self._storage.prioritized is not None:
             self.update_priority(data.get("index").cpu(), data.get(self.priority_key).detach().cpu())
 
     def close(self) -> None:
@@ -192,29 +189,6 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
             data, info = self._storage.draw(batch_size)
         data = data.pin_memory() if self._pin_memory else data
         return (self._transform(data) if len(self._transform) else data), info
-
-
-@dataclass(frozen=True)
-class _Draws:
-    """The options of `ReplayBuffer.sample` by which batches are drawn."""
-
-    prioritized: Prioritized | None
-    slice_len: int | None
-    strict: bool
-    n_steps: int
-    gamma: float
-    device: Any
-
-    def of_transitions(self, schema: Schema) -> dict[str, Any]:
-        options: dict[str, Any] = {"n_steps": self.n_steps, "next_fields": tuple(schema.final_names)}
-        if self.n_steps > 1:
-            options |= {"gamma": self.gamma, "sequence_fields": tuple(schema.ends)}
-        return {**options, "return_indices": True}
-
-    def of_slices(self, schema: Schema, length: int) -> dict[str, Any]:
-        """Every field at the steps of a slice; fields with a final entry also at the step after it."""
-        steps = {name: range(length + field.final) for name, field in schema.fields.items()}
-        return {"view": Offsets(steps, boundary="drop" if self.strict else "shift"), "return_indices": True}
 
 
 class _Trajectories(TrainerMemory):
@@ -234,7 +208,8 @@ class _Trajectories(TrainerMemory):
         super().__init__(folder, capacity, 1, **{"spare_slots": SPARE_SLOTS, **options})
         self.names, self.write_count = Names(), 0
         self._traj_key, self._cuts_runs = (traj_key,) if isinstance(traj_key, str) else traj_key, cuts_runs
-        self._open: OrderedDict[Any, tuple[Episode, dict[str, Array]]] = OrderedDict()
+        # Key of a trajectory -> (its episode, what followed its last step), in the order of their newest steps.
+        self._open: dict[Any, tuple[Episode, dict[str, Array]]] = {}
         if (self.path / "schema.json").exists():
             there = ReplayBuffer.from_folder(self.path, read_only=True)
             self.names = read_names(there)
@@ -257,22 +232,21 @@ class _Trajectories(TrainerMemory):
         fields, after = columns_of_steps(arrays)
         ids = self._ids(arrays)
         disk = self.disk if self.is_open else self._made(fields, after)
-        count = len(next(iter(fields.values())))
-        ends = np.zeros(count, np.bool_)
+        ends = np.zeros(len(data), np.bool_)
         for name in disk.schema.ends:
             ends |= _any(fields[name])
         cuts = ends.copy()
-        if after:
-            cuts[:-1] |= ~equal_rows({n: a[:-1] for n, a in after.items()}, {n: fields[n][1:] for n in after})
+        cuts[:-1] |= ~equal_rows({n: a[:-1] for n, a in after.items()}, {n: a[1:] for n, a in fields.items()})
         if ids is not None:
             cuts[:-1] |= _any(ids[1:] != ids[:-1])
-        index = np.empty((count, 2), np.int64)
+        index: list[Array] = []
         for start, stop in episode_bounds(cuts):
             key = row if ids is None else int(ids[start].reshape(-1)[0])
-            part = slice(start, stop)
-            run = ({name: a[part] for name, a in fields.items()}, {name: a[part] for name, a in after.items()})
-            index[part] = self._write_run(key, *run, ended=bool(ends[stop - 1]))
-        return index
+            while start < stop:
+                run = ({name: rows[start:stop] for name, rows in columns.items()} for columns in (fields, after))
+                index.append(self._write_run(key, *run, ended=bool(ends[stop - 1])))
+                start += len(index[-1])
+        return np.concatenate(index)
 
     def _ids(self, arrays: Mapping[str, Array]) -> Array | None:
         """The number of each step's trajectory, or None. Raises SchemaError if nothing says where a trajectory ends."""
@@ -291,39 +265,35 @@ class _Trajectories(TrainerMemory):
         return None
 
     def _write_run(self, key: Any, fields: dict[str, Array], after: dict[str, Array], *, ended: bool) -> Array:
-        """Store successive steps of the trajectory `key`, in its open episode if they go on from it.
+        """Store successive steps of the trajectory `key`, as many as its episode has room for.
 
         Returns:
-            (N, 2) int64, the serial and timestep of each step.
+            (N, 2) int64, the serial and timestep of each step that was stored.
         """
-        disk = self.disk
-        episode, following = self._open.pop(key, (None, {}))
-        if episode is not None and not all(equal_rows(following, {name: fields[name][:1] for name in following})):
-            _end(episode, following)
-            episode = None
-        count, start, limit = len(next(iter(fields.values()))), 0, disk.max_timesteps
-        index = np.empty((count, 2), np.int64)
-        while start < count:
-            if episode is None:
-                episode, following = disk.begin_episode(), {}
-            stop = min(count, start + limit - episode.length)
-            first = episode.length
-            try:
-                episode.extend(**{name: rows[start:stop] for name, rows in fields.items()})
-            finally:  # after an error, too: the stored steps keep the observations that follow them
-                stop = start + episode.length - first
-                if stop > start:
-                    following = {name: rows[stop - 1 : stop].copy() for name, rows in after.items()}
-                self._open[key] = episode, following
-            index[start:stop, 0], index[start:stop, 1] = episode.serial, np.arange(first, episode.length)
-            if episode.length == limit or (ended and stop == count):
-                del self._open[key]
-                _end(episode, following, cut=not (ended and stop == count))
-                episode = None
-            start = stop
-        while len(self._open) > disk.spare_slots // 2:
-            _end(*self._open.popitem(last=False)[1])
-        return index
+        if key in self._open and not equal_rows(self._open[key][1], {n: rows[:1] for n, rows in fields.items()}).all():
+            self._end(key)
+        episode, following = self._open.pop(key) if key in self._open else (self.disk.begin_episode(), {})
+        first, limit = episode.length, self.disk.max_timesteps
+        try:
+            episode.extend(**{name: rows[: limit - first] for name, rows in fields.items()})
+        finally:  # after an error, too: the stored steps keep the observations that follow them
+            count = episode.length - first
+            if count:
+                following = {name: rows[count - 1 : count].copy() for name, rows in after.items()}
+            self._open[key] = episode, following
+        is_over = ended and count == len(next(iter(fields.values())))
+        if is_over or episode.length == limit:
+            self._end(key, cut=not is_over)
+        while len(self._open) > self.disk.spare_slots // 2:
+            self._end(next(iter(self._open)))
+        return np.stack([np.full(count, episode.serial), np.arange(first, first + count)], axis=1)
+
+    def _end(self, key: Any, *, cut: bool = True) -> None:
+        """Publish an episode with the observation after its last step."""
+        episode, following = self._open.pop(key)
+        if following:
+            episode.final(**{name: rows[0] for name, rows in following.items()})
+        episode.publish(cut=cut)
 
     def _made(self, fields: Mapping[str, Array], after: Mapping[str, Array]) -> ReplayBuffer:
         declared = {name: Field(rows.dtype, rows.shape[1:], final=name in after) for name, rows in fields.items()}
@@ -335,70 +305,83 @@ class _Trajectories(TrainerMemory):
         return disk
 
     def end_episodes(self) -> None:
-        while self._open:
-            _end(*self._open.popitem(last=False)[1])
+        for key in [*self._open]:
+            self._end(key)
         super().end_episodes()
 
 
 class _Folder(Storage):  # type: ignore[misc]
-    """The reading half, a storage of torchrl: items of the buffer become batches of torchrl."""
+    """The reading half, a storage of torchrl: items of the buffer become batches of torchrl.
 
-    def __init__(self, memory: _Trajectories, capacity: int, draws: _Draws) -> None:
-        super().__init__(capacity)
-        self.memory, self.draws, self._drawn = memory, draws, False
+    Args:
+        memory: the writing half.
+        slices: `slice_len` and `strict_length`.
+        steps: `n_steps` and `gamma`.
+        how: `prioritized`, and the device.
+    """
+
+    def __init__(
+        self, memory: _Trajectories, slices: tuple[int | None, bool], steps: tuple[int, float], **how: Any
+    ) -> None:
+        super().__init__(memory.capacity)
+        self.memory, self.prioritized, self._drawn, self._how = memory, how["prioritized"], False, how
+        (self._slice_len, self._strict_length), (self._n_steps, self._gamma) = slices, steps
 
     def __len__(self) -> int:
         return len(self.memory)
 
     def update(self, index: Array, errors: Array) -> None:
-        """Set the priorities of steps from their TD errors."""
-        how = self.draws.prioritized
-        assert how is not None
-        if not self._drawn:  # only a draw gives α and ε to the tree of priorities
-            self.memory.disk.sample(1, timestep_level=True, prioritized=how)
-            self._drawn = True
-        self.memory.disk.update_priorities(index, errors, name=how.name)
+        """Set the priorities of steps from their TD errors, unless steps are drawn uniformly."""
+        how = self.prioritized
+        if how is not None:
+            if not self._drawn:  # only a draw gives α and ε to the tree of priorities
+                self.memory.disk.sample(1, timestep_level=True, prioritized=how)
+                self._drawn = True
+            self.memory.disk.update_priorities(index, errors, name=how.name)
 
     # Reading
 
     def draw(self, size: int) -> tuple[TensorDict, dict[str, Any]]:
         """(a batch of `size` steps; its index and weights)."""
-        how, length, disk = self.draws, self.draws.slice_len, self.memory.disk
-        options = {"device": how.device, "prioritized": how.prioritized or False}
-        if length is not None:
-            if size % length:
-                raise SchemaError(
-                    f"sample: got batch_size={size}, which {length}, the length of slices, does not divide"
-                )
-            return self._slices(disk.sample(size // length, **how.of_slices(disk.schema, length), **options), length)
-        options |= how.of_transitions(disk.schema)
-        return self._transitions(dict(self.memory.sample(size, **options)))
+        schema, length = self.memory.disk.schema, self._slice_len
+        if length is None:
+            return self._transitions(self.memory.sample(size, **self._of_transitions(), **self._how))
+        if size % length:
+            raise SchemaError(f"sample: got batch_size={size}, which {length}, the length of slices, does not divide")
+        # Every field at the steps of a slice; fields with a final entry also at the step after it.
+        steps = {name: range(length + field.final) for name, field in schema.fields.items()}
+        view = Offsets(steps, boundary="drop" if self._strict_length else "shift")
+        batch = self.memory.disk.sample(size // length, view=view, return_indices=True, **self._how)
+        return self._slices(batch, length)
 
     def get(self, index: Any) -> TensorDict:
         """Transitions by position, or by "index" of a batch."""
-        disk = self.memory.disk
-        options = self.draws.of_transitions(disk.schema)
+        disk, options = self.memory.disk, self._of_transitions()
         where = range(len(disk.dataset(**options)))[index] if isinstance(index, slice) else np.asarray(index)
-        is_single = np.ndim(where) == 0
-        data, _ = self._transitions(dict(disk.batch(np.atleast_1d(where), device=self.draws.device, **options)))
-        return data[0] if is_single else data
+        data, _ = self._transitions(disk.batch(np.atleast_1d(where), device=self._how["device"], **options))
+        return data[0] if np.ndim(where) == 0 else data
 
-    def _transitions(self, batch: dict[str, Any]) -> tuple[TensorDict, dict[str, Any]]:
-        """A batch of `of_transitions` in torchrl's form."""
-        info, lens = _info(batch), batch["n_step_lens"]
-        for key in ("_indices", "_weights", "_probabilities", "_discount", "n_step_lens"):
-            batch.pop(key, None)
-        if self.draws.n_steps > 1:
-            batch["reward"] = batch.pop("_return")
-            for name in self.memory.disk.schema.ends:
-                batch[name] = batch.pop(f"seq_{name}").any(1)
-        data = to_tensordict(batch, schema=self.memory.disk.schema, names=self.memory.names)
-        if self.draws.n_steps > 1:
-            data.set("steps_to_next_obs", lens[:, None])
-        return data, info
+    def _of_transitions(self) -> dict[str, Any]:
+        """The options by which the buffer gives transitions."""
+        schema = self.memory.disk.schema
+        options: dict[str, Any] = {"n_steps": self._n_steps, "next_fields": tuple(schema.final_names)}
+        if self._n_steps > 1:
+            options |= {"gamma": self._gamma, "sequence_fields": tuple(schema.ends)}
+        return {**options, "return_indices": True}
+
+    def _transitions(self, batch: Mapping[str, Any]) -> tuple[TensorDict, dict[str, Any]]:
+        """A batch of transitions in torchrl's form."""
+        schema, several = self.memory.disk.schema, self._n_steps > 1
+        steps = {name: rows for name, rows in batch.items() if not name.startswith("_")}
+        lens = steps.pop("n_step_lens")
+        if several:
+            ends = {name: steps.pop(f"seq_{name}").any(1) for name in schema.ends}
+            steps |= {"reward": batch["_return"], **ends}
+        data = to_tensordict(steps, schema=schema, names=self.memory.names)
+        return data.set("steps_to_next_obs", lens[:, None]) if several else data, _info(batch)
 
     def _slices(self, batch: Mapping[str, Any], length: int) -> tuple[TensorDict, dict[str, Any]]:
-        """A batch of `of_slices` in torchrl's form: (steps,), one slice after another."""
+        """A batch of slices in torchrl's form: (steps,), one slice after another."""
         schema, batch = self.memory.disk.schema, flatten(batch)
         exists = batch[f"_mask_{next(iter(schema.fields))}"][:, :length]
         for name in schema.final_names:
@@ -476,10 +459,3 @@ def _as_dict(data: TensorDictBase) -> dict[str, Any]:
 def _any(flags: Array) -> BoolArray:
     """(N,) whether any of the flags (N, …) is true."""
     return np.asarray(flags.any(axis=tuple(range(1, flags.ndim))))
-
-
-def _end(episode: Episode, following: Mapping[str, Array], *, cut: bool = True) -> None:
-    """Publish an episode with the observation after its last step."""
-    if following:
-        episode.final(**{name: rows[0] for name, rows in following.items()})
-    episode.publish(cut=cut)

@@ -32,11 +32,12 @@ class TrainerMemory:
 
     Attributes:
         path: of the folder.
+        capacity: see above.
         over: (num_envs,) whether the last step ended the episode, so that the next one begins another in any case.
     """
 
     def __init__(self, folder: AnyPath, capacity: int, num_envs: int = 1, **options: Any) -> None:
-        self.path, self.num_envs = path_of(folder), num_envs
+        self.path, self.capacity, self.num_envs = path_of(folder), capacity, num_envs
         usual = {"publish": "step", "max_timesteps": 1000, "spare_slots": max(SPARE_SLOTS, num_envs)}
         usual["skips_resets"] = False  # a trainer adds no steps that only reset, even if the folder was made for such
         self._options = {**usual, **options, "capacity": capacity}
