@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,44 +70,80 @@ class ExperiencePair(NamedTuple):
     second: Tree
 
 
-class Handle:
-    """The open folder of a state, and the structure of a step's tree.
+class Handle(Rows):
+    """The open folder of a state: rows whose steps are trees. Its methods run on the host.
 
     Args:
-        rows: the steps.
-        leaves: field -> shape and dtype, in the order of the tree.
-        tree: the structure of the tree.
+        experience: the tree of a step.
+        folder: where the steps are; made if it is missing.
+        sizes: the numbers of `Rows`.
+        options: others of `memmap_buffer.ReplayBuffer`.
     """
 
-    def __init__(self, rows: Rows, leaves: Mapping[str, Any], tree: Any) -> None:
-        self.rows, self.leaves, self.tree = rows, leaves, tree
+    def __init__(self, experience: Tree, folder: AnyPath, *sizes: int, **options: Any) -> None:
+        paths, self._tree = jax.tree_util.tree_flatten_with_path(experience)
+        names = Names()
+        leaves = {names.named(map(_key, path) if path else ["experience"]): _array(leaf) for path, leaf in paths}
+        self._leaves = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+        fields = {name: Field(str(leaf.dtype), leaf.shape) for name, leaf in leaves.items()}
+        super().__init__(folder, fields, *sizes, **options)
 
     def __deepcopy__(self, _: object) -> Handle:
         return self
 
-    def columns(self, batch: Tree) -> dict[str, Any]:
-        """Field -> the leaf of `batch`. Raises ValueError if the tree, a shape or a dtype is not that of `init`."""
+    def clock(self, *_: Any) -> tuple[Any, Any]:
+        """(the time, the time of the oldest step that is sure to be readable), int32."""
+        return np.asarray(self.time, np.int32), np.asarray(self.oldest, np.int32)
+
+    def append(self, axes: tuple[int | None, ...], time: Any, batch: Tree) -> tuple[Any, Any]:
+        """Append steps of leaves (*axes, *leaf), where None is any number; see `DiskBuffer.add`. Returns `clock`."""
+        if int(time) != self.time:
+            raise ValueError(
+                f"{self.disk.folder}: got a state of time {int(time)}, and {self.time} steps of each row were added; "
+                "add to the state that the last `add` returned, as the steps themselves are on the disk"
+            )
         leaves, tree = jax.tree_util.tree_flatten(batch)
-        if tree != self.tree:
-            raise ValueError(f"add: got {tree}, expected {self.tree}, as init was given")
-        columns = {name: np.asarray(leaf) for name, leaf in zip(self.leaves, leaves, strict=True)}
+        if tree != self._tree:
+            raise ValueError(f"add: got {tree}, expected {self._tree}, as init was given")
+        columns = {name: np.asarray(leaf) for name, leaf in zip(self._leaves, leaves, strict=True)}
+        first = next(iter(columns.values())).shape[: len(axes)]
+        lead = tuple(n if size is None else size for size, n in zip_longest(axes, first))
         for name, column in columns.items():
-            if column.dtype != self.leaves[name].dtype or column.shape[2:] != self.leaves[name].shape:
-                got, expected = f"{column.dtype} {column.shape}", f"{self.leaves[name].dtype} (B, T, *shape)"
-                raise ValueError(f"add: {name!r}: got {got}, expected {expected} of shape {self.leaves[name].shape}")
-            if column.dtype == jnp.bfloat16:
-                columns[name] = column.astype(np.float32)
-        return columns
+            leaf = self._leaves[name]
+            if column.dtype != leaf.dtype or column.shape != (*lead, *leaf.shape):
+                expected = f"{leaf.dtype} {leaf.shape} behind leading axes {lead}"
+                raise ValueError(f"add: {name!r}: got {column.dtype} {column.shape}, expected {expected}")
+            column = column.astype(np.float32) if leaf.dtype == jnp.bfloat16 else column
+            columns[name] = column.reshape(self.num_rows, -1, *leaf.shape)
+        self.add(columns)
+        return self.clock()
+
+    def windows(self, rows: Any, times: Any) -> Tree:
+        """The windows that `Rows.read` gives."""
+        return self.unflatten(self.read(np.asarray(rows).astype(np.int64), np.asarray(times).astype(np.int64)))
+
+    def drawn(self, how: Mapping[str, Any], key: Any, _: Any) -> tuple[Tree, Any, Any]:
+        """(windows that `Rows.draw` gives; their indices; their probabilities, NaN if uniform)."""
+        seed = int.from_bytes(np.asarray(key, np.uint32).tobytes(), "little")
+        columns, indices, probabilities = self.draw(seed=seed, **how)
+        if probabilities is None:
+            probabilities = np.full(len(indices), np.nan)
+        return self.unflatten(columns), indices.astype(np.int32), probabilities.astype(np.float32)
+
+    def update(self, time: Any, indices: Any, priorities: Any) -> Any:
+        """The time, after priorities were set."""
+        self.disk.update_priorities(np.asarray(indices), np.asarray(priorities))
+        return np.asarray(time, np.int32)
 
     def unflatten(self, columns: Mapping[str, Any]) -> Tree:
         """The tree whose leaves are the arrays of its fields."""
-        leaves = [columns[name].astype(leaf.dtype, copy=False) for name, leaf in self.leaves.items()]
-        return jax.tree_util.tree_unflatten(self.tree, leaves)
+        leaves = [columns[name].astype(leaf.dtype, copy=False) for name, leaf in self._leaves.items()]
+        return jax.tree_util.tree_unflatten(self._tree, leaves)
 
     def spec(self, *axes: int) -> Tree:
         """The tree of shapes and dtypes with these axes in front."""
-        leaves = [jax.ShapeDtypeStruct((*axes, *leaf.shape), leaf.dtype) for leaf in self.leaves.values()]
-        return jax.tree_util.tree_unflatten(self.tree, leaves)
+        leaves = [jax.ShapeDtypeStruct((*axes, *leaf.shape), leaf.dtype) for leaf in self._leaves.values()]
+        return jax.tree_util.tree_unflatten(self._tree, leaves)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["time", "oldest"], meta_fields=["handle", "length"])
@@ -129,18 +166,18 @@ class State:
     @property
     def disk(self) -> ReplayBuffer:
         """The folder's `memmap_buffer.ReplayBuffer`, to read it in other ways, to flush and to close it."""
-        return self.handle.rows.disk
+        return self.handle.disk
 
     @property
     def experience(self) -> Tree:
         """All steps that are drawn from, in memory: leaves (B, length, *leaf), a ring; zeros where no step is yet."""
-        rows, (begin, end) = self.handle.rows, (int(self.time) - self.length, int(self.time))
-        times = np.arange(max(begin, int(self.oldest), 0), end)
-        columns = rows.steps(times)
-        ring = {name: np.zeros((rows.num_rows, self.length, *of.shape[2:]), of.dtype) for name, of in columns.items()}
-        for name, column in columns.items():
+        handle, end = self.handle, int(self.time)
+        times = np.arange(max(end - self.length, int(self.oldest), 0), end)
+        ring = {}
+        for name, column in handle.steps(times).items():
+            ring[name] = np.zeros((handle.num_rows, self.length, *column.shape[2:]), column.dtype)
             ring[name][:, times % self.length] = column
-        return self.handle.unflatten(ring)
+        return handle.unflatten(ring)
 
     @property
     def current_index(self) -> Any:
@@ -180,9 +217,8 @@ class DiskBuffer:
         sample_batch_size: windows of a batch.
         sample_sequence_length: L, the steps of a window.
         period: windows begin every so many steps.
-        add_axes: the axes that `add` inserts into leaves, one after the other, so that they are (B, T, *leaf).
-        flat_items: whether all steps that are added belong to one row.
-        shape_experience: makes the experience of a sample from the tree with leaves (B, L, *leaf).
+        add_axes: the axes before those of a leaf that `add` is given: B rows, None for any number of steps.
+        of_steps: makes the experience of a sample from the trees of its L steps; None: its leaves are (B, L, *leaf).
         prioritized: how windows are drawn by priority; None: uniformly.
         conditions: on the first step of a window, as `filter_fields`.
         options: others of `memmap_buffer.ReplayBuffer`, such as `durability` and `max_timesteps`.
@@ -194,10 +230,9 @@ class DiskBuffer:
     min_length_time_axis: int
     sample_batch_size: int
     sample_sequence_length: int
-    period: int = 1
-    add_axes: tuple[int, ...] = ()
-    flat_items: bool = False
-    shape_experience: Callable[[Tree], Tree] | None = None
+    period: int
+    add_axes: tuple[int | None, ...]
+    of_steps: Callable[..., Tree] | None = None
     prioritized: Prioritized | None = None
     conditions: Mapping[str, Any] | None = field(default=None, hash=False)
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -214,15 +249,10 @@ class DiskBuffer:
         Raises:
             SchemaMismatchError: the folder holds steps of another tree, or of a buffer of other sizes.
         """
-        paths, tree = jax.tree_util.tree_flatten_with_path(experience)
-        names = Names()
-        leaves = {names.named(map(_key, path) if path else ["experience"]): _array(leaf) for path, leaf in paths}
-        fields = {name: Field(str(leaf.dtype), leaf.shape) for name, leaf in leaves.items()}
         sizes = (self.add_batch_size, self.max_length_time_axis, self.sample_sequence_length)
-        rows = Rows(self.folder, fields, *sizes, 1 if self._uniform else self.period, **self.options)
-        specs = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
-        time, oldest = _on_host(lambda _: _clock(rows), (_INT, _INT), experience)
-        return State(time, oldest, Handle(rows, specs, tree), self.max_length_time_axis)
+        handle = Handle(experience, self.folder, *sizes, 1 if self._uniform else self.period, **self.options)
+        time, oldest = _on_host(handle.clock, (_INT, _INT), experience)
+        return State(time, oldest, handle, self.max_length_time_axis)
 
     @property
     def _uniform(self) -> bool:
@@ -241,33 +271,14 @@ class DiskBuffer:
         Raises:
             ValueError: the state is not the newest one, or the tree, a shape or a dtype is not that of `init`.
         """
-        batch = jax.tree_util.tree_map(self._with_axes, batch)
-        time, oldest = _on_host(partial(self._add, state.handle), (_INT, _INT), state.time, batch)
-        return State(time, oldest, state.handle, state.length)
+        work = partial(state.handle.append, self.add_axes)
+        time, oldest = _on_host(work, (_INT, _INT), state.time, batch)
+        return replace(state, time=time, oldest=oldest)
 
     def replace(self, **functions: Callable[..., Any]) -> Functions:
         """The functions of this buffer, some of them replaced, as by `add=jax.jit(buffer.add)`."""
         mine = Functions(self.init, self.add, self.sample, self.can_sample, self.set_priorities)
         return mine.replace(**functions)
-
-    def _with_axes(self, leaf: Any) -> Any:
-        for axis in self.add_axes:
-            leaf = jnp.expand_dims(leaf, axis) if isinstance(leaf, jax.Array) else np.expand_dims(leaf, axis)
-        return leaf.reshape(1, -1, *leaf.shape[2:]) if self.flat_items else leaf
-
-    def _add(self, handle: Handle, time: Any, batch: Tree) -> tuple[Any, Any]:
-        rows = handle.rows
-        if int(time) != rows.time:
-            raise ValueError(
-                f"{rows.disk.folder}: got a state of time {int(time)}, and {rows.time} steps of each row were added; "
-                "add to the state that the last `add` returned, as the steps themselves are on the disk"
-            )
-        columns = handle.columns(batch)
-        axes = {column.shape[:2] for column in columns.values()}
-        if len(axes) != 1 or next(iter(axes))[0] != self.add_batch_size:
-            raise ValueError(f"add: got leading axes {sorted(axes)}, expected ({self.add_batch_size}, T) of every leaf")
-        rows.add(columns)
-        return _clock(rows)
 
     def sample(self, state: State, rng_key: Any) -> Any:
         """A batch; the same state and key give the same.
@@ -287,25 +298,20 @@ class DiskBuffer:
         if self._uniform:
             sizes = (state.length, count, self.sample_sequence_length, self.period, self.add_batch_size)
             rows, times = _windows(rng_key, state.time, state.oldest, sizes)
-            return TrajectorySample(self._shaped(_on_host(partial(_read, handle), tree, rows, times)))
+            return TrajectorySample(self._shaped(_on_host(handle.windows, tree, rows, times)))
+        how = {"count": count, "prioritized": self.prioritized, "conditions": self.conditions}
         indices, probabilities = jax.ShapeDtypeStruct((count, 2), np.int32), jax.ShapeDtypeStruct((count,), np.float32)
         key = jax.random.key_data(rng_key)
-        tree, *drawn = _on_host(partial(self._draw, handle), (tree, indices, probabilities), key, state.time)
+        tree, *drawn = _on_host(partial(handle.drawn, how), (tree, indices, probabilities), key, state.time)
         if self.prioritized is None:
             return TrajectorySample(self._shaped(tree))
         return PrioritisedTrajectorySample(self._shaped(tree), *drawn)
 
     def _shaped(self, experience: Tree) -> Tree:
-        return experience if self.shape_experience is None else self.shape_experience(experience)
-
-    def _draw(self, handle: Handle, key: Any, _: Any) -> tuple[Tree, Any, Any]:
-        seed = int.from_bytes(np.asarray(key, np.uint32).tobytes(), "little")
-        columns, indices, probabilities = handle.rows.draw(
-            self.sample_batch_size, seed, self.prioritized, self.conditions
-        )
-        if probabilities is None:
-            probabilities = np.full(len(indices), np.nan)
-        return handle.unflatten(columns), indices.astype(np.int32), probabilities.astype(np.float32)
+        if self.of_steps is None:
+            return experience
+        steps = range(self.sample_sequence_length)
+        return self.of_steps(*(jax.tree_util.tree_map(lambda leaf, t=t: leaf[:, t], experience) for t in steps))
 
     def can_sample(self, state: State) -> Any:
         """Whether each row has `min_length_time_axis` steps: bool."""
@@ -322,8 +328,7 @@ class DiskBuffer:
         Returns:
             The state with these priorities.
         """
-        time = _on_host(partial(_set, state.handle), _INT, state.time, indices, priorities)
-        return State(time, state.oldest, state.handle, state.length)
+        return replace(state, time=_on_host(state.handle.update, _INT, state.time, indices, priorities))
 
 
 # As in flashbax
@@ -370,7 +375,7 @@ def make_trajectory_buffer(
             f"`max_length_time_axis`: got {sample_sequence_length}, {min_length_time_axis} and {length}"
         )
     sizes = (add_batch_size, length, shortest, sample_batch_size, sample_sequence_length, period)
-    return DiskBuffer(folder, *sizes, options=options)
+    return DiskBuffer(folder, *sizes, (add_batch_size, None), options=options)
 
 
 def make_flat_buffer(
@@ -409,8 +414,7 @@ def make_flat_buffer(
     if length < 2:
         raise ValueError(f"max_length // add_batch_size must be 2 at least, got {max_length} // {count} = {length}")
     sizes = (count, length, shortest, sample_batch_size, 2, 1)
-    axes = _axes_to_add(add_sequences, add_batch_size is not None)
-    return DiskBuffer(folder, *sizes, axes, shape_experience=_pair, options=options)
+    return DiskBuffer(folder, *sizes, _axes(add_batch_size, add_sequences), of_steps=ExperiencePair, options=options)
 
 
 def make_item_buffer(
@@ -445,8 +449,8 @@ def make_item_buffer(
     if min_length > max_length:
         raise ValueError("min_length used cannot be larger than max_length.")
     sizes = (1, max_length, max(min_length, 1), sample_batch_size, 1, 1)
-    axes = _axes_to_add(add_sequences, add_batches)
-    return DiskBuffer(folder, *sizes, axes, flat_items=True, shape_experience=_only, options=options)
+    axes = (None,) * (add_sequences + add_batches)
+    return DiskBuffer(folder, *sizes, axes, of_steps=_itself, options=options)
 
 
 def make_prioritised_trajectory_buffer(
@@ -593,7 +597,7 @@ def make_episode_buffer(
     sizes = (count, sample_batch_size, sample_sequence_length, 1, min_length // count)
     made = make_trajectory_buffer(*sizes, max_length_time_axis=max_length // count, folder=folder, **options)
     conditions = None if start_field is None else {start_field: True}
-    return replace(made, add_axes=_axes_to_add(add_sequences, add_batch_size is not None), conditions=conditions)
+    return replace(made, add_axes=_axes(add_batch_size, add_sequences), conditions=conditions)
 
 
 def make_prioritised_episode_buffer(
@@ -639,22 +643,13 @@ def _by_priority(buffer: DiskBuffer, exponent: float) -> DiskBuffer:
     return replace(buffer, prioritized=Prioritized(alpha=exponent, epsilon=0.0))
 
 
-def _axes_to_add(add_sequences: bool, add_batches: bool) -> tuple[int, ...]:
-    """The axes that `add` inserts into leaves, in this order."""
-    return (*[int(add_batches)] * (not add_sequences), *[0] * (not add_batches))
+def _axes(add_batch_size: int | None, add_sequences: bool) -> tuple[int | None, ...]:
+    """The axes that `add` is given: that of the rows unless there is one alone, and that of the steps."""
+    return (*[add_batch_size] * (add_batch_size is not None), *[None] * add_sequences)
 
 
-def _pair(experience: Tree) -> ExperiencePair:
-    return ExperiencePair(_step(experience, 0), _step(experience, 1))
-
-
-def _only(experience: Tree) -> Tree:
-    return _step(experience, 0)
-
-
-def _step(experience: Tree, at: int) -> Tree:
-    """Step `at` of each window."""
-    return jax.tree_util.tree_map(lambda leaf: leaf[:, at], experience)
+def _itself(step: Tree) -> Tree:
+    return step
 
 
 def prefetch(batches: Iterable[Any], size: int = 2, device: Any = None) -> Iterator[Any]:
@@ -714,20 +709,6 @@ def _windows(key: Any, time: Any, oldest: Any, sizes: tuple[int, ...]) -> tuple[
     _, of_rows = jax.random.split(key)
     items = jax.random.randint(of_items, (count,), 0, number)
     return jax.random.randint(of_rows, (count,), 0, num_rows), begin + items * period
-
-
-def _read(handle: Handle, rows: Any, times: Any) -> Tree:
-    columns = handle.rows.read(np.asarray(rows).astype(np.int64), np.asarray(times).astype(np.int64))
-    return handle.unflatten(columns)
-
-
-def _set(handle: Handle, time: Any, indices: Any, priorities: Any) -> Any:
-    handle.rows.disk.update_priorities(np.asarray(indices), np.asarray(priorities))
-    return np.asarray(time, np.int32)
-
-
-def _clock(rows: Rows) -> tuple[Any, Any]:
-    return np.asarray(rows.time, np.int32), np.asarray(rows.oldest, np.int32)
 
 
 def _key(part: Any) -> Any:

@@ -231,8 +231,9 @@ def test_what_cannot_be_is_told(tmp_path: Path) -> None:
     state = buffer.init(STEP)
     with pytest.raises(ValueError, match="expected PyTreeDef"):
         buffer.add(state, {"obs": np.zeros((2, 3), np.float32)})
-    with pytest.raises(ValueError, match="leading axes"):
-        buffer.add(state, steps(0, 3))
+    for batch in (steps(0, 3), steps(0), {**steps(0, 2), "action": np.int32(0)}):
+        with pytest.raises(ValueError, match=r"leading axes \(2,\)"):
+            buffer.add(state, batch)
     with pytest.raises(ValueError, match="'obs': got float64"):
         buffer.add(state, {**steps(0, 2), "obs": np.zeros((2, 3))})
     with pytest.raises(NotEnoughDataError, match="add more"):
