@@ -24,11 +24,13 @@ import numpy as np
 from memmap_buffer import Field, ReplayBuffer, SchemaError
 from memmap_buffer.adapters import IfExists, Names, Target, equal_rows, extra, flatten, import_episodes, path_of
 from memmap_buffer.interop.columns import InferredFields
+from memmap_buffer.interop.episodes import episode_bounds
 from memmap_buffer.interop.safe_pickle import array_loads
 
 with extra("rllib"):
     import pyarrow as pa
     import pyarrow.parquet as pq
+    from pyarrow.compute import list_value_length
 
 Columns = dict[str, Any]
 
@@ -39,6 +41,7 @@ LEFT_OUT = {"eps_id", "agent_id", "module_id", "infos", "t"}
 REQUIRED = ("obs", "actions", "rewards")
 ROWS = 1 << 14  # so many rows of a file are in memory at once
 PACKED = "item"
+LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 
 
 def import_rllib(
@@ -143,32 +146,28 @@ def _episodes(place: Path, names: Names) -> Iterator[Columns]:
 
 def _runs(place: Path) -> list[list[Path]]:
     """The files of each folder; folders and files are in the order of the numbers in their names."""
-    files = [place] if place.is_file() else sorted(place.rglob("*.parquet"), key=lambda path: _numbered(path, place))
+    files = [place] if place.is_file() else sorted(place.rglob("*.parquet"), key=_numbered)
     if not files:
         raise SchemaError(f"{place}: there is no Parquet file; give the folder that RLlib's `output` names")
     return [list(group) for _, group in groupby(files, key=lambda path: path.parent)]
 
 
-def _numbered(path: Path, place: Path) -> list[Any]:
+def _numbered(path: Path) -> Path:
     """A key that sorts paths by the numbers in their names: 10 comes after 9."""
-    return [
-        [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-        for name in path.relative_to(place).parts
-    ]
+    return Path(re.sub(r"\d+", lambda number: number[0].zfill(20), str(path)))
 
 
 def _continued(episode: Columns | None, pieces: Sequence[Columns]) -> Columns:
     """An episode continued by the pieces of another run, which may begin with all of the episode's rows again."""
-    if episode is None:
-        return _joined(pieces)
     added = _joined(pieces)
+    if episode is None:
+        return added
     count = len(episode["reward"])
     again = {
         name: value[:count] for name, value in added.items() if name in episode and value.dtype == episode[name].dtype
     }
-    if len(added["reward"]) >= count and equal_rows({name: episode[name] for name in again}, again).all():
-        return added
-    return _joined([episode, added])
+    repeats = len(added["reward"]) >= count and equal_rows({name: episode[name] for name in again}, again).all()
+    return added if repeats else _joined([episode, added])
 
 
 def _joined(pieces: Sequence[Columns]) -> Columns:
@@ -180,16 +179,14 @@ def _joined(pieces: Sequence[Columns]) -> Columns:
 def _parts(name: str | None, episode: Columns) -> Iterator[Columns]:
     """An episode, cut where rows are missing, with the observation that follows the last row of each part."""
     following = {f"observation{key[4:]}": value for key, value in episode.items() if key.split(".")[0] == "next"}
-    length = len(episode["reward"])
     columns = {key: value for key, value in episode.items() if key.split(".")[0] not in ("next", "t")}
-    cuts = np.zeros(max(0, length - 1), np.bool_)
+    cuts = np.zeros(len(columns["reward"]), np.bool_)
     if following:
         after = {key: value[:-1] for key, value in following.items()}
-        cuts |= ~equal_rows(after, {key: columns[key][1:].astype(value.dtype) for key, value in after.items()})
+        cuts[:-1] |= ~equal_rows(after, {key: columns[key][1:].astype(value.dtype) for key, value in after.items()})
     if "t" in episode:
-        cuts |= np.diff(episode["t"]) != 1
-    bounds = [0, *(np.flatnonzero(cuts) + 1).tolist(), length]
-    for start, stop in pairwise(bounds):
+        cuts[:-1] |= np.diff(episode["t"]) != 1
+    for start, stop in episode_bounds(cuts):
         part = {key: value[start:stop] for key, value in columns.items()}
         last = {key: np.concatenate([part[key], value[stop - 1 : stop]]) for key, value in following.items()}
         yield part | last | {"episode_id": name or ""}
@@ -231,9 +228,9 @@ def _pieces_of_rows(path: Path, batch: Any, schema: Any, names: Names) -> Iterat
     columns = flatten(names.ours(tree))
     for end in ("terminated", "truncated"):
         columns[end] = columns.get(end, np.zeros(count)).astype(np.bool_)
-    ends = columns["terminated"] | columns["truncated"]
-    starts = [i for i in range(count) if i == 0 or ids[i] != ids[i - 1] or ends[i - 1]]
-    for start, stop in zip(starts, [*starts[1:], count], strict=True):
+    cuts = columns["terminated"] | columns["truncated"]
+    cuts[:-1] |= np.array([before != after for before, after in pairwise(ids)], np.bool_)
+    for start, stop in episode_bounds(cuts):
         yield ids[start], {name: value[start:stop] for name, value in columns.items()}
 
 
@@ -251,9 +248,9 @@ def _values(path: Path, name: str, column: Any, field: Any) -> Any:
     if pa.types.is_string(column.type) and name in ("obs", "new_obs", "actions"):
         return np.stack([_decompressed(path, name, text) for text in column.to_pylist()])
     sizes: list[int] = []
-    while pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or _is_fixed(column.type):
+    while isinstance(column.type, LISTS):
         size = len(column.flatten()) // max(1, len(column))
-        if not _is_fixed(column.type) and (np.diff(column.offsets.to_numpy()) != size).any():
+        if (list_value_length(column).to_numpy(zero_copy_only=False) != size).any():
             kind = "lists of several lengths"
             break
         sizes, column = [*sizes, size], column.flatten()
@@ -265,10 +262,6 @@ def _values(path: Path, name: str, column: Any, field: Any) -> Any:
     values = column.to_numpy(zero_copy_only=False)
     values = values.astype(str) if values.dtype == object else values
     return values.reshape(-1, *(shape or sizes)) if sizes else values
-
-
-def _is_fixed(kind: Any) -> bool:
-    return bool(pa.types.is_fixed_size_list(kind))
 
 
 def _shape(serialized: bytes) -> list[int] | None:
@@ -332,14 +325,15 @@ def _decoded(value: Any) -> Any:
 
 def _own(state: Mapping[str, Any]) -> Any:
     """The values of an `InfiniteLookbackBuffer` as arrays, without its lookback, which belongs to the piece before."""
-    values = state["data"] if state["finalized"] else _together(state["data"])
-    return _cut(values, int(state["lookback"]))
+    values, start = state["data"], int(state["lookback"])
+    return _cut(values, start) if state["finalized"] else _together(values[start:])
 
 
 def _cut(tree: Any, start: int) -> Any:
+    """The arrays of a structure from step `start` on; dicts and tuples as a dict of arrays."""
     if isinstance(tree, Mapping):
         return {name: _cut(value, start) for name, value in tree.items()}
-    if isinstance(tree, (list, tuple)) and tree and isinstance(tree[0], np.ndarray):  # of a tuple space
+    if isinstance(tree, (list, tuple)):  # of a tuple space
         return {f"item{i}": _cut(value, start) for i, value in enumerate(tree)}
     return tree[start:]
 

@@ -214,6 +214,22 @@ def test_packed_episodes_come_in_with_their_infos(tmp_path: Path) -> None:
         import_rllib(tmp_path / "bad.parquet", tmp_path / "other")
 
 
+@pytest.mark.parametrize("finalized", [True, False])
+def test_observations_of_tuples_of_dicts_come_in(tmp_path: Path, finalized: bool) -> None:
+    msgpack = pytest.importorskip("msgpack", reason="msgpack is not installed")
+    columns, count = episode(1, 4), np.arange(5.0)
+    each = [({"image": columns["obs"][0] + t, "count": (t,)}, np.float32(-t)) for t in count]
+    whole = ({"image": columns["obs"][0] + count[:, None, None], "count": (count,)}, -count.astype(np.float32))
+    observed = {"data": whole if finalized else each, "lookback": 0, "finalized": finalized}
+    item = msgpack.packb({**state(columns, 0, 0), "observations": observed}, default=packed_as_numpy)
+    pq.write_table(pa.table({"item": pa.array([item], pa.binary())}), tmp_path / "a.parquet")
+    with import_rllib(tmp_path, tmp_path / "in") as buffer:
+        found = buffer.episode(0)["observation"]
+        assert found["item0"]["count"]["item0"].tolist() == count.tolist()
+        assert found["item1"].tolist() == (-count).tolist()
+        np.testing.assert_allclose(found["item0"]["image"], whole[0]["image"])
+
+
 def test_what_cannot_come_in_is_told(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match="there is no Parquet file; give the folder that RLlib's `output` names"):
         import_rllib(tmp_path, tmp_path / "in")
