@@ -17,7 +17,7 @@ import numpy as np
 
 from memmap_buffer import ConcatBuffer, CorruptBufferError, Field, NotABufferError, ReplayBuffer, Schema, SchemaError
 from memmap_buffer.adapters import AnyPath, IfExists, Names, Target, decode, extra, flatten, import_episodes, path_of
-from memmap_buffer.interop.columns import LENGTHS, put, with_final
+from memmap_buffer.interop.columns import LENGTHS, with_final
 from memmap_buffer.interop.episodes import episode_bounds
 
 if TYPE_CHECKING:
@@ -75,10 +75,7 @@ def to_tensordict(
     if ends:
         below["next", "done"] = reduce(operator.or_, (below[key] for key in ends))
     size = len(next(iter(tensors.values())))
-    nested: dict[str, Any] = {}
-    for key, value in below.items():
-        put(nested, key, value)
-    return TensorDict.from_dict(nested, batch_size=[size])
+    return TensorDict(below, batch_size=[size])
 
 
 def import_torchrl(path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "error", **options: Any) -> ReplayBuffer:
@@ -105,24 +102,23 @@ def import_torchrl(path: AnyPath, folder: AnyPath, *, if_exists: IfExists = "err
     """
     target, root = Target.checked(folder, if_exists, options), path_of(path)
     root = root / "storage" if (root / "storage").is_dir() else root
-    _require_no_lists(root)
     length = int(_json(root / "storage_metadata.json")["len"])
     names = Names()
     arrays = flatten(names.ours(_arrays(root)))
     cursor = _json(root.parent / "writer" / "metadata.json")["cursor"] if (root.parent / "writer").is_dir() else 0
-    rows = np.arange(length)
+    rows = np.arange(length)  # in the order of time
     if length == len(next(iter(arrays.values()))):
         rows = np.roll(rows, -int(cursor))
-    columns = {name: array[rows] for name, array in arrays.items()}
-    fields, after = columns_of_steps(columns)
-    bounds = _bounds(columns, length)
+    fields, after = columns_of_steps(arrays)
+    bounds = _bounds(arrays, rows)
     specs = {name: Field(_dtype(column), column.shape[1:], final=name in after) for name, column in fields.items()}
 
     def episode(start: int, stop: int) -> dict[str, Any]:
-        rows = {name: _decoded(column[start:stop]) for name, column in fields.items()}
-        for name, following in after.items():
-            rows[name] = with_final(f"('next', {name!r})", rows[name], _decoded(following[start:stop]), start, REMEDY)
-        return rows
+        columns = {name: _decoded(column[rows[start:stop]]) for name, column in fields.items()}
+        for name, column in after.items():
+            following = _decoded(column[rows[start:stop]])
+            columns[name] = with_final(f"('next', {name!r})", columns[name], following, start, REMEDY)
+        return columns
 
     episodes = (episode(start, stop) for start, stop in bounds)
     lengths = [stop - start for start, stop in bounds]
@@ -164,23 +160,18 @@ def _json(path: Path) -> Any:
         raise CorruptBufferError(f"{path}: {error}", path=path) from error
 
 
-def _require_no_lists(root: Path) -> None:
-    """Raise SchemaError if the dump has lists that `to_tensordict` padded: it does not say which keys are lists."""
-    for key in _json(root / "meta.json"):
-        if key.startswith(LENGTHS):
-            raise SchemaError(
-                f"{root}: got {key!r}, the lengths of lists that are padded; copy the folder that they come from "
-                "(`snapshot`, `pack`), or leave them out of the dump",
-                field=key.removeprefix(LENGTHS),
-            )
-
-
 def _arrays(folder: Path) -> dict[str, Any]:
     """Nested dicts of mapped arrays by their keys; bfloat16 as structures with the entry "bfloat16", its bits."""
     out: dict[str, Any] = {}
     for key, about in _json(folder / "meta.json").items():
         if key == "shape" and len(about) != 1:
             raise SchemaError(f"{folder}: got a storage of shape {about}, expected one dimension; flatten it")
+        if key.startswith(LENGTHS):  # nothing says which keys are the lists that `to_tensordict` padded
+            raise SchemaError(
+                f"{folder}: got {key!r}, the lengths of lists that are padded; copy the folder that they come from "
+                "(`snapshot`, `pack`), or leave them out of the dump",
+                field=key.removeprefix(LENGTHS),
+            )
         if not isinstance(about, Mapping):
             continue
         if about.get("type") == "TensorDict":
@@ -234,14 +225,15 @@ def columns_of_steps(columns: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return fields | {name: c for name, c in below.items() if _is_of_group(name) and name not in fields}, after
 
 
-def _bounds(columns: Mapping[str, Any], length: int) -> list[tuple[int, int]]:
-    if not length:
+def _bounds(columns: Mapping[str, Any], rows: Any) -> list[tuple[int, int]]:
+    """(first, last + 1) among the steps, which have these rows of the columns, of each episode."""
+    if not len(rows):
         raise SchemaError("storage: got no entry, expected at least one")
-    ends = np.zeros(length, bool)
+    ends = np.zeros(len(rows), bool)
     for name in OF_NEXT[1:]:
         if f"next.{name}" in columns:
-            ends |= np.asarray(columns[f"next.{name}"]).reshape(length, -1).any(axis=1)
-    ids = columns.get("collector.traj_ids")
-    if ids is not None:
-        ends[:-1] |= ids[1:].ravel() != ids[:-1].ravel()
+            ends |= columns[f"next.{name}"][rows].reshape(len(rows), -1).any(axis=1)
+    if "collector.traj_ids" in columns:
+        ids = columns["collector.traj_ids"][rows].ravel()
+        ends[:-1] |= ids[1:] != ids[:-1]
     return episode_bounds(ends)

@@ -3,6 +3,7 @@
 import importlib
 import json
 import multiprocessing
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -97,6 +98,21 @@ def test_a_full_storage_comes_in_oldest_first(tmp_path):
     parts = transitions((4, 1, 5, 3))
     dump(tmp_path / "dump", parts, size=10)
     assert_episodes(import_torchrl(tmp_path / "dump", tmp_path / "b"), [parts[0][3:], *parts[1:]])
+
+
+def test_a_dump_is_read_episode_by_episode(tmp_path):
+    parts = transitions([50] * 20)
+    for part in parts:
+        part["image"] = torch.randint(256, (50, 100, 100), dtype=torch.uint8)
+    dump(tmp_path / "dump", parts, size=1000)
+    tracemalloc.start()
+    try:
+        import_torchrl(tmp_path / "dump", tmp_path / "b").close()
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000 / 4
+    finally:
+        tracemalloc.stop()
+    there = ReplayBuffer.from_folder(tmp_path / "b", read_only=True)
+    np.testing.assert_array_equal(there.episode(19)["image"], parts[19]["image"])
 
 
 def test_keys_that_are_no_identifiers_become_some(tmp_path):
