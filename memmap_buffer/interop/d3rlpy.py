@@ -8,7 +8,7 @@ is drawn; only the bounds of the episodes are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -168,7 +168,8 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
         rewards = rows.rewards(at.start + at.t, interval)
         rewards = _returns(rewards, interval, picker._gamma) if several else rewards[:, 0]
         now_observed, next_observed = (_observation([_float(x[i]) for x in observations]) for i in range(2))
-        transition = partial(_transition, picker, rows, at, observations, actions, rewards, terminal, interval)
+        columns = {"action": actions[0], "reward": rewards, "next_action": actions[1]}
+        columns |= {"terminal": terminal.astype(float).tolist(), "interval": interval.tolist()}
         return TransitionMiniBatch(
             observations=now_observed,
             actions=_float(actions[0]),
@@ -177,7 +178,7 @@ class DiskDataset(MemoryReplayBuffer):  # type: ignore[misc]
             next_actions=_float(actions[1]),
             terminals=_float(terminal[:, None]),
             intervals=_float(interval[:, None]),
-            transitions=_OnDemand(batch_size, transition),
+            transitions=_OnDemand(batch_size, partial(_transition, picker, rows, at, observations, columns)),
         )
 
     def _trajectories(self, batch_size: int, length: int) -> TrajectoryMiniBatch:
@@ -336,30 +337,15 @@ class _OnDemand(Sequence[Any]):
 
 
 def _transition(
-    picker: Any,
-    rows: _Rows,
-    at: _Located,
-    observations: list[Array],
-    actions: Array,
-    rewards: Array,
-    terminal: Array,
-    interval: Array,
-    i: int,
+    picker: Any, rows: _Rows, at: _Located, observations: list[Array], columns: Mapping[str, Any], i: int
 ) -> Any:
-    """Transition `i` of a batch."""
+    """Transition `i` of a batch, of which `observations` are (2, B, *shape) each, and `columns` (B, *shape)."""
     to_go = rows.rewards((at.start + at.t)[i : i + 1], at.rest[i : i + 1])[0]
     if type(picker) is SparseRewardTransitionPicker and np.all(to_go == picker._step_reward):
         to_go = np.array([[picker._failure_return]], np.float32)
-    return Transition(
-        observation=_observation([x[0, i] for x in observations]),
-        action=actions[0, i],
-        reward=rewards[i],
-        next_observation=_observation([x[1, i] for x in observations]),
-        next_action=actions[1, i],
-        terminal=float(terminal[i]),
-        interval=int(interval[i]),
-        rewards_to_go=to_go,
-    )
+    observation, following = (_observation([x[k, i] for x in observations]) for k in range(2))
+    own = {name: column[i] for name, column in columns.items()}
+    return Transition(observation=observation, next_observation=following, rewards_to_go=to_go, **own)
 
 
 def _columns(timesteps: Any, place: Array) -> dict[str, Array]:
