@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memmap_buffer import Field, Offsets, Prioritized, ReplayBuffer, SchemaError
-from memmap_buffer.adapters import AnyPath, Array, Episode, Names, equal_rows, extra, flatten, path_of
+from memmap_buffer.adapters import AnyPath, Array, Episode, Names, equal_rows, extra, flatten, path_of, to_numpy
 from memmap_buffer.interop.columns import BoolArray
 from memmap_buffer.interop.episodes import episode_bounds, read_names, write_names
 from memmap_buffer.interop.torchrl import columns_of_steps, to_tensordict
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 with extra("torchrl"):
-    from tensordict import TensorDict, is_tensor_collection
-    from tensordict.utils import is_non_tensor
+    from tensordict import TensorDict
     from torchrl.data import TensorDictReplayBuffer
     from torchrl.data.replay_buffers import Storage
 
@@ -228,7 +227,7 @@ class _Trajectories(TrainerMemory):
 
     def _write_row(self, row: int, data: TensorDictBase) -> Array:
         """Store one row of a batch, in which trajectories follow one another. Returns (N, 2) serials and timesteps."""
-        arrays = flatten(self.names.ours(_as_dict(data)))
+        arrays = {name: _array(name, value) for name, value in flatten(self.names.ours(data.to_dict())).items()}
         fields, after = columns_of_steps(arrays)
         ids = self._ids(arrays)
         disk = self.disk if self.is_open else self._made(fields, after)
@@ -447,13 +446,10 @@ def _info(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**info, "priority_weight": batch["_weights"]} if "_weights" in batch else info
 
 
-def _as_dict(data: TensorDictBase) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in data.items():
-        if is_non_tensor(value):
-            raise SchemaError(f"extend: {key!r} is no tensor but {type(value).__name__}; exclude it")
-        out[key] = _as_dict(value) if is_tensor_collection(value) else value.detach().cpu().numpy()
-    return out
+def _array(name: str, value: Any) -> Array:
+    if not hasattr(value, "detach"):
+        raise SchemaError(f"extend: {name!r} is no tensor but {type(value).__name__}; exclude it")
+    return to_numpy(value)
 
 
 def _any(flags: Array) -> BoolArray:

@@ -153,6 +153,14 @@ def test_what_cannot_be_stored_is_told(tmp_path: Path) -> None:
         buffer.extend(TensorDict({"x": torch.zeros(2), "name": "a"}, (2,)))
 
 
+def test_values_that_numpy_lacks_are_stored_as_wider_ones(tmp_path: Path) -> None:
+    buffer = DiskReplayBuffer(tmp_path, 10)
+    half = torch.arange(3).bfloat16()
+    index = buffer.extend(TensorDict({"x": half, "next": {"done": torch.tensor([False, False, True])}}, (3,)))
+    stored = buffer.disk.batch(index.numpy(), timestep_level=True)["x"]
+    assert stored.dtype == torch.float32 and torch.equal(stored, half.float())
+
+
 def test_steps_may_come_one_by_one(tmp_path: Path) -> None:
     batches = collected(2, 20, 40)
     buffer = DiskReplayBuffer(tmp_path, 100)
