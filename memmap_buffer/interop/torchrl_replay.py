@@ -215,37 +215,37 @@ class _Trajectories(TrainerMemory):
             self.open(there.schema)
 
     def write(self, data: TensorDictBase) -> Array:
-        """Store a batch. Returns (*batch size, 2) int64, the serial and timestep of each step."""
+        """Store a batch, in each row of which trajectories follow one another.
+
+        Returns:
+            (*batch size, 2) int64, the serial and timestep of each step.
+        """
         if data.ndim not in (1, 2):
             raise SchemaError(f"extend: got a batch of shape {tuple(data.batch_size)}, expected (N,) or (B, T)")
         if 0 in data.batch_size:
             return np.empty((*data.batch_size, 2), np.int64)
-        rows = [data] if data.ndim == 1 else data.unbind(0)
-        index = np.concatenate([self._write_row(i, row) for i, row in enumerate(rows)])
-        self.write_count += len(index)
-        return index.reshape(*data.batch_size, 2)
-
-    def _write_row(self, row: int, data: TensorDictBase) -> Array:
-        """Store one row of a batch, in which trajectories follow one another. Returns (N, 2) serials and timesteps."""
-        arrays = {name: _array(name, value) for name, value in flatten(self.names.ours(data.to_dict())).items()}
+        steps, row_length = data.reshape(-1), data.batch_size[-1]
+        arrays = {name: _array(name, value) for name, value in flatten(self.names.ours(steps.to_dict())).items()}
         fields, after = columns_of_steps(arrays)
         ids = self._ids(arrays)
         disk = self.disk if self.is_open else self._made(fields, after)
-        ends = np.zeros(len(data), np.bool_)
+        ends = np.zeros(len(steps), np.bool_)
         for name in disk.schema.ends:
             ends |= _any(fields[name])
         cuts = ends.copy()
         cuts[:-1] |= ~equal_rows({n: a[:-1] for n, a in after.items()}, {n: a[1:] for n, a in fields.items()})
         if ids is not None:
             cuts[:-1] |= _any(ids[1:] != ids[:-1])
+        cuts[row_length - 1 :: row_length] = True
         index: list[Array] = []
         for start, stop in episode_bounds(cuts):
-            key = row if ids is None else int(ids[start].reshape(-1)[0])
+            key = start // row_length if ids is None else int(ids[start].reshape(-1)[0])
             while start < stop:
                 run = ({name: rows[start:stop] for name, rows in columns.items()} for columns in (fields, after))
                 index.append(self._write_run(key, *run, ended=bool(ends[stop - 1])))
                 start += len(index[-1])
-        return np.concatenate(index)
+        self.write_count += len(steps)
+        return np.concatenate(index).reshape(*data.batch_size, 2)
 
     def _ids(self, arrays: Mapping[str, Array]) -> Array | None:
         """The number of each step's trajectory, or None. Raises SchemaError if nothing says where a trajectory ends."""

@@ -153,6 +153,20 @@ def test_what_cannot_be_stored_is_told(tmp_path: Path) -> None:
         buffer.extend(TensorDict({"x": torch.zeros(2), "name": "a"}, (2,)))
 
 
+def test_each_row_of_a_batch_goes_on_in_its_own_episode(tmp_path: Path) -> None:
+    buffer = DiskReplayBuffer(tmp_path, 100)
+    for start in (0, 3):
+        numbers = start + torch.tensor([[0, 1, 2], [3, 4, 5]])  # the second row begins with what follows the first one
+        done = torch.zeros(2, 3, 1, dtype=torch.bool)
+        after = {"observation": numbers + 1, "done": done, "terminated": done}
+        index = buffer.extend(TensorDict({"observation": numbers, "next": after}, (2, 3)))
+        stored = buffer.disk.batch(index.reshape(-1, 2).numpy(), timestep_level=True)["observation"]
+        assert torch.equal(stored, numbers.reshape(-1)) and buffer.disk.num_episodes == 2
+    buffer.end_episodes()
+    whole = [buffer.disk.episode(i)["observation"].tolist() for i in range(2)]
+    assert whole == [[0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 6, 7, 8, 9]]
+
+
 def test_values_that_numpy_lacks_are_stored_as_wider_ones(tmp_path: Path) -> None:
     buffer = DiskReplayBuffer(tmp_path, 10)
     half = torch.arange(3).bfloat16()
