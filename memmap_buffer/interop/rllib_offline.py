@@ -107,27 +107,18 @@ def read_rllib(
     if episodes:
         fields = [field for name in names.values() for field in _members(schema, name)]
         items = read_ray(root, fields=fields, return_indices=True, **options)
-        return items.map_batches(
-            partial(_packed, own=own, names=names, schema=schema), batch_size=EPISODES_A_BLOCK, zero_copy_batch=True
-        )
+        pack = partial(_packed, own=own, names=names, schema=schema)
+        return items.map_batches(pack, batch_size=EPISODES_A_BLOCK, zero_copy_batch=True)
     for name in names.values():
         if name not in schema.fields:
             raise SchemaError(
                 f"{name!r}: it is a group of fields, and RLlib's transitions have one array each; "
                 f"set input_read_episodes=True (episodes=True)"
             )
-    items = read_ray(
-        root,
-        n_steps=1,
-        current_fields=tuple(names.values()),
-        next_fields=(names["obs"],),
-        include_metadata=False,
-        return_indices=True,
-        **options,
-    )
-    return items.map_batches(
-        partial(_transitions, own=own, names=names), batch_size=None, batch_format="pyarrow", zero_copy_batch=True
-    )
+    fields_of: dict[str, Any] = {"current_fields": tuple(names.values()), "next_fields": (names["obs"],)}
+    items = read_ray(root, n_steps=1, include_metadata=False, return_indices=True, **fields_of, **options)
+    rename = partial(_transitions, own=own, names=names)
+    return items.map_batches(rename, batch_size=None, batch_format="pyarrow", zero_copy_batch=True)
 
 
 def _names(schema: Schema, columns: Mapping[str, str], outputs: Sequence[str]) -> dict[str, str]:
@@ -143,8 +134,7 @@ def _names(schema: Schema, columns: Mapping[str, str], outputs: Sequence[str]) -
                 f"{column!r}: there is no field {name!r}, there are {[*schema.fields]}; "
                 f"name it by input_read_schema={{{column!r}: …}} (columns=)"
             )
-    members = {field for name in names.values() for field in _members(schema, name)}
-    require_kinds({field: schema.fields[field] for field in schema.fields if field in members}, "RLlib")
+    require_kinds({field: schema.fields[field] for name in names.values() for field in _members(schema, name)}, "RLlib")
     return names
 
 
@@ -174,13 +164,11 @@ def _episode(batch: Mapping[str, Any], row: int, id_: str, names: Mapping[str, s
     length = int(batch["_lens"][row])
     ends = {end: bool(np.any(batch[names[end]][row][length - 1])) for end in ENDS if end in names}
     terminated = ends.get("terminateds", False)
-    count = len(batch[_members(schema, names["obs"])[0]][row]) - 1
-    if short := terminated and count < length:  # after a terminated step any observation will do
-        count = length
+    # After a terminated step any observation will do.
+    count = length if terminated else len(batch[_members(schema, names["obs"])[0]][row]) - 1
 
     def steps(column: str, stop: int) -> Any:
-        name = names[column]
-        return InfiniteLookbackBuffer(_value(batch, row, _members(schema, name), name, stop, short))
+        return InfiniteLookbackBuffer(_value(batch, row, _members(schema, names[column]), names[column], stop))
 
     return SingleAgentEpisode(
         id_=id_,
@@ -194,11 +182,11 @@ def _episode(batch: Mapping[str, Any], row: int, id_: str, names: Mapping[str, s
     )
 
 
-def _value(batch: Mapping[str, Any], row: int, members: Sequence[str], name: str, stop: int, repeat: bool) -> Any:
-    """The first `stop` steps of a field, or of a group as nested dicts. `repeat`: repeat the last if one is missing."""
+def _value(batch: Mapping[str, Any], row: int, members: Sequence[str], name: str, stop: int) -> Any:
+    """The first `stop` steps of a field, or of a group as nested dicts. Where one is missing, the last is repeated."""
     tree: dict[str, Any] = {}
     for member in members:
-        values = np.asarray(batch[member][row])[:stop]
-        values = np.concatenate([values, values[-1:]]) if repeat and len(values) < stop else values
+        values = np.asarray(batch[member][row])
+        values = values[np.minimum(np.arange(stop), len(values) - 1)]
         put(tree, ["", *filter(None, member.removeprefix(name).split("."))], values)
     return tree[""]
