@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside import open_episodes
 
 pytest.importorskip("torchrl", reason="torchrl is not installed")
 import torch
@@ -165,6 +166,28 @@ def test_each_row_of_a_batch_goes_on_in_its_own_episode(tmp_path: Path) -> None:
     buffer.end_episodes()
     whole = [buffer.disk.episode(i)["observation"].tolist() for i in range(2)]
     assert whole == [[0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 6, 7, 8, 9]]
+
+
+def counted(ids: list[int]) -> TensorDict:
+    """Steps whose observations count on, whatever trajectories they are of."""
+    numbers, done = torch.arange(len(ids)), torch.zeros(len(ids), 1, dtype=torch.bool)
+    after = {"observation": numbers + 1, "done": done, "terminated": done}
+    return TensorDict(
+        {"observation": numbers, "collector": {"traj_ids": torch.tensor(ids)}, "next": after}, (len(ids),)
+    )
+
+
+def test_another_trajectory_begins_another_episode_even_if_its_observation_follows(tmp_path: Path) -> None:
+    buffer = DiskReplayBuffer(tmp_path, 100)
+    buffer.extend(counted([5, 5, 7, 7, 7]))
+    buffer.end_episodes()
+    assert buffer.disk.episode_lens.tolist() == [2, 3]
+
+
+def test_of_more_trajectories_than_may_go_on_the_oldest_end(tmp_path: Path) -> None:
+    buffer = DiskReplayBuffer(tmp_path, 100, spare_slots=4)
+    buffer.extend(counted([0, 1, 2, 0]))
+    assert len(open_episodes(buffer.disk)) == 2 and buffer.disk.episode_lens.tolist() == [1] * 4
 
 
 def test_values_that_numpy_lacks_are_stored_as_wider_ones(tmp_path: Path) -> None:
