@@ -41,9 +41,9 @@ class DiskReplayBuffer(TensorDictReplayBuffer):  # type: ignore[misc]  # torchrl
     Steps are stored as episodes: the successive steps of one trajectory, by ("collector", "traj_ids"), or, if these are
     missing, of one row of the batch. A key that is at the root and below "next", such as an observation, is stored
     once; an episode ends where a step's value below "next" is not the next step's value at the root. Of the keys that
-    are only below "next", the reward and the ends are stored, also those of groups; others are left out. A transition
-    can be drawn from the next step of its trajectory on. Saved by `dumps`, `state_dict` or pickle, the buffer is only
-    the folder's name: loading gives the steps that the folder has then.
+    are only below "next", the reward and the ends are stored, also those of groups; others are left out. bfloat16 is
+    stored as float32. A transition can be drawn from the next step of its trajectory on. Saved by `dumps`, `state_dict`
+    or pickle, the buffer is only the folder's name: loading gives the steps that the folder has then.
 
     Args:
         folder: where the steps are; made at the first `extend`.
