@@ -35,7 +35,7 @@ class Block:
     Attributes:
         of: (the index that they were drawn from, or the journal's mark; the batch size). Another one: draw anew.
         columns: the columns of all batches, freed with the last batch.
-        size: the number of items of all batches.
+        size: the number of items of all batches; 0 until they are read. As it is set last, that needs no lock.
         at: the number of items that were handed out.
         first: the number of its first item among all that were drawn, by which shares are counted.
         unread: the anchors of all batches, if reading them as one failed: each batch is then read in its turn.
@@ -53,7 +53,7 @@ class Block:
         first, self.at, columns = self.at, self.at + batch_size, self.columns
         if self.at == self.size:
             self.columns = {}
-        return {key: values[first : self.at] for key, values in columns.items()}
+        return _part(columns, first, first + batch_size)
 
 
 class UniformSampler:
@@ -120,10 +120,11 @@ class UniformSampler:
                 source = self.reader.index(refresh=True)
                 of = source, batch_size
             block, count = self._block, 1
+            kept: Block | None = None  # the block that the batch begins
             queue = None if new_every is None else self._queue(source, new_every)
             new = None if queue is None else queue.take(batch_size, source.left_of)
             if new is not None:
-                alone, anchors = True, self._with_others(source, new, batch_size, rng)
+                anchors = self._with_others(source, new, batch_size, rng)
             elif distinct:
                 anchors = self._draw_distinct(source, batch_size, rng)
             elif alone:
@@ -131,44 +132,37 @@ class UniformSampler:
             elif block.of == of and block.at < block.size:
                 if block.unread is None:
                     return block.next(batch_size)
-                first, block.at, alone = block.at, block.at + batch_size, True
+                first, block.at = block.at, block.at + batch_size
                 anchors = block.unread.where(slice(first, block.at))
             else:
                 count = 1 if block.of != of or self._one_by_one else self._next_count(block, batch_size)
                 position = block.first + block.at  # batches that are dropped do not count for the shares
-                self._block = Block(first=position)
+                kept = self._block = Block(of, first=position)
                 anchors = self._draw(source, count * batch_size, rng, position)
             records = self._with_records(source, anchors, rng)
             if self._quota is not None:  # while the lock is held, so that shares are exact over all threads
-                return self._read(None if alone else of, records, count, batch_size)
+                return self._read(kept, records, count, batch_size)
         if queue is not None and new is not None:
             return self._read_new(queue, new, records, batch_size)
-        return self._read(None if alone else of, records, count, batch_size)
+        return self._read(kept, records, count, batch_size)
 
-    def _read(self, of: tuple[object, int] | None, records: Found, count: int, batch_size: int) -> Columns:
-        """Read `count` batches as one and return the first; the others are kept for the next calls.
-
-        Args: of: see `Block`; None: nothing is kept.
-        """
-        size, first = count * batch_size, None
+    def _read(self, kept: Block | None, records: Found, count: int, batch_size: int) -> Columns:
+        """Read `count` batches as one and return the first; `kept` takes the others, for the next calls."""
+        size = count * batch_size
         try:
             columns = self.reader.read(records)
         except MemmapBufferError:  # a later batch may be the cause: then that one raises it, in its turn
-            if count == 1:
+            if kept is None or count == 1:
                 raise
-            block = Block(of, size=size, at=batch_size, unread=records.anchors)
-        else:
-            if of is None:
-                return columns
+            kept.unread, kept.at, kept.size = records.anchors, batch_size, size
+            return self.reader.read(records.anchors.where(slice(batch_size)))
+        if kept is not None:
             if not self._item_bytes:
                 self._item_bytes = sum([values.nbytes for values in columns.values()]) // size
-            block = Block(of, columns, size) if count > 1 else Block(of, {}, size, size)
-            first = block.next(batch_size) if count > 1 else columns
-        with self._turn:
-            if self._block.of is None:  # else another thread stored its block first
-                block.first = self._block.first
-                self._block = block
-        return self.reader.read(block.unread.where(slice(batch_size))) if first is None else first  # type: ignore[union-attr]
+            if count > 1:
+                kept.columns = columns
+            kept.at, kept.size = batch_size, size
+        return columns if count == 1 else _part(columns, 0, batch_size)
 
     def _next_count(self, block: Block, batch_size: int) -> int:
         """The number of batches of the block after one: twice as many, within `MOST` and `MOST_BYTES`."""
@@ -271,6 +265,11 @@ class UniformSampler:
             text = f"{path}: replacement=False: got batch_size {count}, there are {items} items; lower it"
             raise NotEnoughDataError(text, items=items)
         return source.locate(rng.choice(items, count, replace=False))
+
+
+def _part(columns: Columns, first: int, stop: int) -> Columns:
+    """The items first … stop - 1 of some columns, as views."""
+    return {key: values[first:stop] for key, values in columns.items()}
 
 
 def folder_bounds(reader: BatchReader, index: Index, num_folders: int) -> list[int]:
