@@ -79,7 +79,7 @@ class AnchorRuns:
         """The anchors with the numbers `i` (B,), int64 in [0, len)."""
         starts = self.starts
         i = i + starts.item(0)
-        run = starts.searchsorted(i, "right") - 1 if i.size < MANY else self._run_of_each(i)
+        run = starts[1:].searchsorted(i, "right") if i.size < MANY else self._run_of_each(i)
         i -= starts.take(run)
         if self.stride != 1:
             i *= self.stride
@@ -100,7 +100,7 @@ class AnchorRuns:
 
     def _run_of_each(self, i: IntArray) -> IntArray:
         """(B,) the run of each anchor number, for many of them."""
-        return self.starts.searchsorted(i, "right") - 1
+        return self.starts[1:].searchsorted(i, "right")
 
 
 @dataclass(eq=False)

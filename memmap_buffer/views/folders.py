@@ -102,12 +102,11 @@ class Found:
 
     Args:
         anchors: the anchors, `words` included.
-        reach: the folders; None if `group` is given.
-        places: (B,) int64 the position in `reach` of each anchor's folder; None if `group` is given.
-        group: the one group, if all anchors are known to be of one folder.
-        since: a change counter of that folder at which it showed the episodes of all anchors; None if none is known.
-
-    Attributes: only: the folder of `group`, or None.
+        reach: the folders; None if `only` is given.
+        places: (B,) int64 the position in `reach` of each anchor's folder; None if `only` is given.
+        only: the one folder, if all anchors are known to be of one.
+        changes: the change counter of `only` at which the records were looked up.
+        since: a change counter of `only` at which it showed the episodes of all anchors; None if none is known.
     """
 
     def __init__(
@@ -115,21 +114,22 @@ class Found:
         anchors: Anchors,
         reach: Reach | None = None,
         places: IntArray | None = None,
-        group: Group | None = None,
+        only: Storage | None = None,
+        changes: int = 0,
         since: int | None = None,
     ) -> None:
-        self.anchors, self.reach, self.folder_places, self._group, self.since = anchors, reach, places, group, since
-        self.only = None if group is None else group.storage
+        self.anchors, self.reach, self.folder_places = anchors, reach, places
+        self.only, self._changes, self.since = only, changes, since
 
     @property
     def groups(self) -> tuple[Group, ...]:
         """The groups, one for each folder that is read from, at least one."""
-        return self._grouped[0] if self._group is None else (self._group,)
+        return self._grouped[0] if self.only is None else (Group(self.only, EVERY, EVERY, self._changes),)
 
     @property
     def order(self) -> IntArray | None:
         """(B,) int64 the positions of the anchors, sorted by folder; None if all are of one folder."""
-        return self._grouped[1] if self._group is None else None
+        return self._grouped[1] if self.only is None else None
 
     @cached_property
     def place(self) -> IntArray:
@@ -430,15 +430,15 @@ class Folders:
         `BatchBuilder.fresh` compares that change counter after the copy.
         """
         storage = self._places[0][0]
-        words = storage.maps.words.take(anchors.slot, axis=0)
-        return Found(Anchors(*anchors[:-1], words), group=Group(storage, EVERY, EVERY, changes), since=changes)
+        words = storage.maps.words.take(anchors.slot, 0)
+        return Found(Anchors(*anchors[:-1], words), only=storage, changes=changes, since=changes)
 
     def _looked_up(self, anchors: Anchors, trusted: bool) -> tuple[Found, BoolArray]:
         """(the anchors with their records, (B,) whether each slot holds its episode), by the tables as last read."""
         storages, places = self._places
         if anchors.folder is None or not anchors.size:
             words, same, changes = storages[0].look_up(anchors.slot, anchors.serial, trusted)
-            return Found(Anchors(*anchors[:-1], words), group=Group(storages[0], EVERY, EVERY, changes)), same
+            return Found(Anchors(*anchors[:-1], words), only=storages[0], changes=changes), same
         folder_places = places.take(anchors.folder)
         reach = self._reach(storages, self._tables_of(storages))
         if reach.usable:
