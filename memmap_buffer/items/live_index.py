@@ -159,16 +159,18 @@ class LiveIndex(AnchorRuns):
         self._starts[self._high + 1 : journal.tail + 1] = self._starts[self._high]
         self._run_of[new] = np.arange(self._high, journal.tail)
         self._high = journal.tail
-        shown, streams = slots[of(journal.shown, slots)], self._streams
-        if streams is not None:
-            others = self._selection.follow(streams, self.storage, journal.table, slots, shown)
+        is_shown, streams = of(journal.shown, slots), self._streams
+        shown = slots[is_shown]
+        if streams is None:
+            shown_runs = self._selection.runs_of(0, self.storage, journal.table, shown)
+        else:
+            others = self._selection.follow(streams, self.storage, journal.table, slots[~is_shown], shown)
             if others is None:
                 return False
-            shown = np.union1d(shown, others)
-            self._touch(others)
-        shown_runs = self._selection.runs_of(0, self.storage, journal.table, shown)
-        if streams is not None:
-            shown_runs = streams.fitting(shown_runs, self.stride)
+            if len(others):
+                shown = np.union1d(shown, others)
+                self._touch(others)
+            shown_runs = streams.runs(shown, self.stride)
         if shown_runs.last is not None or journal.has_inner_end(slots):
             return False
         runs_of_shown = of(self._run_of, shown)

@@ -18,6 +18,7 @@ from memmap_buffer.cached import cached_property
 from memmap_buffer.dtypes import FloatArray, check_count
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.journal import NO_SLOTS
 from memmap_buffer.format.records import FINAL, INNER_END, TERMINATED
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.filters import START, VALID, filtered, matches
@@ -202,7 +203,7 @@ class Selection:
         streams = {}
         for (number, storage, table), passing in zip(numbered, slots, strict=True):
             streams[number] = self.no_streams(table)
-            self.follow(streams[number], storage, table, passing, passing)
+            self.follow(streams[number], storage, table, NO_SLOTS, passing)
         return streams
 
     def no_streams(self, table: EpisodeTable) -> Streams:
@@ -210,12 +211,12 @@ class Selection:
         return Streams(self.view.continues, len(table.serial))
 
     def follow(
-        self, streams: Streams, storage: Storage, table: EpisodeTable, slots: IntArray, shown: IntArray
+        self, streams: Streams, storage: Storage, table: EpisodeTable, hidden: IntArray, shown: IntArray
     ) -> IntArray | None:
         """Let the streams of a folder take in changed slots, see `Streams.take_in`."""
-        name, unknown = self.view.stream, shown[streams.unknown(table, shown)]
-        names = None if name is None else episode_column(storage, table, name, unknown)
-        return streams.take_in(table, slots, shown, names)
+        name, unknown = self.view.stream, streams.unknown(table, shown)
+        names = None if name is None or not len(unknown) else episode_column(storage, table, name, unknown)
+        return streams.take_in(table, hidden, shown, unknown, names)
 
     @cached_property
     def by_episode(self) -> bool:
@@ -240,7 +241,7 @@ class Selection:
         return self.view.one_per_step and self.takes_every_episode and (ends.recorded or ends.terminated is None)
 
     def runs_of(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
-        """The runs of visible slots of a folder; right only where `by_episode` or `in_streams` is true."""
+        """The runs of visible slots of a folder; right only where `by_episode` is true."""
         return self._cut(storage, table, self._passing(number, storage, table, slots))
 
     def _runs(

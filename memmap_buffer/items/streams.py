@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from memmap_buffer.dtypes import Array
+from memmap_buffer.dtypes import Array, all_of, any_of
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.journal import NO_SLOTS
-from memmap_buffer.views.anchors import Anchors, BoolArray, Runs
+from memmap_buffer.views.anchors import Anchors, Runs
 
 
 class Streams:
@@ -38,37 +38,47 @@ class Streams:
         self._last = np.empty(0, np.int64)  # the slot of each stream's newest episode
         self._numbers: dict[bytes, int] = {}  # the bytes of a stream's name -> its number
 
-    def unknown(self, table: EpisodeTable, slots: IntArray) -> BoolArray:
-        """(B,) whether `take_in` needs the stream's name of the episode in each of `slots` (B,)."""
-        return np.asarray((self._serial[slots] != table.serial[slots]) | (self._check[slots] != table.check[slots]))
+    def unknown(self, table: EpisodeTable, slots: IntArray) -> IntArray:
+        """The slots, among these (B,), of whose episodes `take_in` needs the stream's name."""
+        is_known = self._check[slots] == table.check[slots]
+        is_known &= self._serial[slots] == table.serial[slots]
+        return NO_SLOTS if all_of(is_known) else slots[~is_known]
 
-    def take_in(self, table: EpisodeTable, slots: IntArray, shown: IntArray, names: Array | None) -> IntArray | None:
+    def take_in(
+        self, table: EpisodeTable, hidden: IntArray, shown: IntArray, unknown: IntArray, names: Array | None
+    ) -> IntArray | None:
         """Take in changed slots.
 
         Args:
             table: the episodes as of now.
-            slots: the changed slots, ascending.
-            shown: those among `slots` that show an episode. New episodes are newer than all others of their streams.
-            names: (N, …) the stream's name of each of `shown` that was `unknown`; None if all are in one stream.
+            hidden, shown: the changed slots, ascending: those that show no episode any more, and those that show one.
+                New episodes are newer than all others of their streams.
+            unknown: those of `shown` that were `unknown`.
+            names: (N, …) the stream's name of each of `unknown`; None if all are in one stream.
 
         Returns:
-            The slots whose episodes may have more or fewer items that fit now; None: an episode moved to another
-            stream, and the streams must be made anew.
+            The slots whose episodes may have more or fewer items that fit now, besides `shown`; None: an episode moved
+            to another stream, and the streams must be made anew.
         """
-        unknown = shown[self.unknown(table, shown)]
-        numbers = self._numbered(len(unknown), names)
-        is_known = self._serial[unknown] == table.serial[unknown]
-        if (numbers[is_known] != self._number[unknown[is_known]]).any():
-            return None
-        gone = np.setdiff1d(slots, shown, assume_unique=True)
-        gone = np.concatenate([gone[self._serial[gone] >= 0], unknown[~is_known & (self._serial[unknown] >= 0)]])
-        touched = np.concatenate([self._number[gone], numbers, self._number[shown]])
+        gone, touched = hidden[self._serial[hidden] >= 0], [self._number[shown]]
+        if len(unknown):
+            numbers = self._numbered(len(unknown), names)
+            is_known = self._serial[unknown] == table.serial[unknown]
+            if (numbers[is_known] != self._number[unknown[is_known]]).any():
+                return None
+            gone = np.concatenate([gone, unknown[~is_known & (self._serial[unknown] >= 0)]])
+            touched.append(numbers)
+        touched.append(self._number[gone])
         for slot in gone.tolist():
             self._unlink(slot)
-        self._append(unknown[~is_known], numbers[~is_known], table)
-        self._check[unknown] = table.check[unknown]
+        if len(unknown):
+            self._append(unknown[~is_known], numbers[~is_known], table)
+            self._check[unknown] = table.check[unknown]
         self._start[shown], self._stop[shown] = table.start[shown], table.length[shown]
-        return self._settle(np.unique(touched[touched >= 0]))
+        is_touched = np.zeros(len(self._last) + 1, np.bool_)  # one more, for the number -1
+        for some in touched:
+            is_touched[some] = True
+        return self._settle(is_touched[:-1].nonzero()[0])
 
     def _numbered(self, count: int, names: Array | None) -> IntArray:
         """(N,) the numbers of the streams with these names; a new name gets the next number."""
@@ -116,21 +126,35 @@ class Streams:
         slots = self._last[numbers]
         behind, differ = np.zeros(len(slots), np.int64), [NO_SLOTS]
         while True:
-            unsettled = (slots >= 0) & ((behind < self._length) | (self._behind[slots] < self._length))
-            slots, behind = slots[unsettled], behind[unsettled]
+            was = self._behind[slots]
+            unsettled = (slots >= 0) & (np.minimum(behind, was) < self._length)
+            if not all_of(unsettled):
+                slots, behind, was = slots[unsettled], behind[unsettled], was[unsettled]
             if not len(slots):
-                return np.concatenate(differ)
-            differ.append(slots[self._behind[slots] != behind])
-            self._behind[slots] = behind
+                return np.concatenate(differ) if len(differ) > 1 else NO_SLOTS
+            differs = was != behind
+            if any_of(differs):
+                differ.append(slots[differs])
+                self._behind[slots] = behind
             behind = np.minimum(behind + self._stop[slots] - self._start[slots], self._length)
             slots = self._before[slots]
 
+    def runs(self, slots: IntArray, stride: int) -> Runs:
+        """The runs of episodes in the streams: items at every `stride` steps from the first that is shown on, if all of
+        them fit; else fewer, or none.
+        """
+        start = self._start[slots]
+        count = -(-(self._stop[slots] - start) // stride)
+        return self._fitted(Runs(slots, self._serial[slots], start, count), stride)
+
     def fitting(self, runs: Runs, stride: int) -> Runs:
         """The runs without the anchors that fewer than `length` steps follow."""
-        slots = runs.slot
-        last = self._stop[slots] + self._behind[slots] - self._length
-        count = np.minimum(runs.count, np.maximum((last - runs.first) // stride + 1, 0))
-        return runs.replaced(count=count).where(np.flatnonzero(count))
+        fitted = self._fitted(runs, stride)
+        return fitted.where(np.flatnonzero(fitted.count))
+
+    def _fitted(self, runs: Runs, stride: int) -> Runs:
+        last = self._stop[runs.slot] + self._behind[runs.slot] - self._length
+        return runs.replaced(count=np.minimum(runs.count, np.maximum((last - runs.first) // stride + 1, 0)))
 
     def before(self, slots: IntArray) -> tuple[list[int], list[int], list[int]]:
         """(B,) the slot of the episode before each in its stream, -1 for none; its serial; where it stops."""
@@ -140,13 +164,17 @@ class Streams:
     def following(self, slots: IntArray, t: IntArray) -> IntArray:
         """`Anchors.following` (B, M, 2) of items with anchors in `slots` (B,) at t (B,); -1 where there are fewer."""
         current = np.minimum(slots, len(self._stop) - 1)  # a slot beyond is of a shard that was made anew
-        missing, following = t + self._length - self._stop[current], [np.empty((len(t), 0, 2), np.int64)]
+        missing, columns = t + self._length - self._stop[current], list[IntArray]()
         while True:
             current = np.where(missing > 0, self._after[current], -1)
-            if (current < 0).all():
-                return np.concatenate(following, axis=1)
-            following.append(np.stack([current, self._serial[current]], axis=1)[:, None])
+            if all_of(current < 0):
+                break
+            columns += [current, self._serial[current]]
             missing = missing - (self._stop[current] - self._start[current])
+        following = np.empty((len(t), len(columns)), np.int64)
+        for i, column in enumerate(columns):
+            following[:, i] = column
+        return following.reshape(len(t), len(columns) // 2, 2)
 
 
 def followed(streams: Mapping[int, Streams], anchors: Anchors) -> Anchors:
