@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.cached import cached_property
-from memmap_buffer.dtypes import FALSE, TRUE, Array, decode
+from memmap_buffer.dtypes import FALSE, TRUE, Array, all_of, any_of, decode
 from memmap_buffer.errors import NotEnoughDataError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.journal import CHANGES
@@ -226,17 +226,19 @@ class BatchBuilder:
         Returns:
             (B,) the first timestep that does not exist, where the steps of the following episodes are counted on.
         """
-        item, records = find_following(self.folders, self.anchors)
+        item, records = find_following(self.folders, self.anchors, self._since)
         halves: npt.NDArray[np.uint32] = records.anchors.words.view(np.uint32)  # type: ignore[union-attr]
         start, stop = halves[:, START].astype(np.int64), halves[:, STOP].astype(np.int64)
-        sums = np.append(0, np.cumsum(stop - start))
-        # The steps of the same item's following episodes before this one.
-        before = sums[:-1] - sums[np.searchsorted(item, item)]
+        count = stop - start
+        before = count.cumsum() - count
+        before -= before.take(
+            item.searchsorted(item)
+        )  # the steps of the same item's following episodes before this one
         own = np.maximum(self.length - self.t, 0)  # 0: the episode left meanwhile, and the item is drawn again
-        lead = np.minimum(own[item] + before, steps)
-        end = np.minimum(lead + stop - start, steps)
+        lead = np.minimum(own.take(item) + before, steps)
+        end = np.minimum(lead + count, steps)
         self._following = Following(item, records, start, lead, end)
-        return self.length + np.bincount(item, stop - start, len(self.t)).astype(np.int64)
+        return self.length + np.bincount(item, count, len(self.t)).astype(np.int64)
 
     def put_ends(self, first: str, last: str, steps: range) -> None:
         """Put two masks (B, K): the entries at which an item or an episode in it begins, and those at which one ends.
@@ -247,12 +249,13 @@ class BatchBuilder:
         flags = records.anchors.words.view(np.uint32)[:, FLAGS]  # type: ignore[union-attr]
         begins, ends = np.zeros((2, len(self.t), len(steps)), np.bool_)
         begins[:, 0] = True
-        begins[item[end > lead], lead[end > lead]] = True
+        reached = end > lead
+        begins[item[reached], lead[reached]] = True
         own, whole = self.length - self.t, records.anchors.length - start == end - lead
         # The last step of an open episode is no end: steps are still appended behind it.
-        last_steps = np.flatnonzero((own > 0) & (own <= len(steps)) & (self._flags & OPEN == 0))
+        last_steps = ((own > 0) & (own <= len(steps)) & (self._flags & OPEN == 0)).nonzero()[0]
         ends[last_steps, own[last_steps] - 1] = True
-        last_steps = np.flatnonzero((end > lead) & whole & (flags & OPEN == 0))
+        last_steps = (reached & whole & (flags & OPEN == 0)).nonzero()[0]
         ends[item[last_steps], end[last_steps] - 1] = True
         if self._ends.names and (
             not self._ends.marked or ((self._flags & INNER_END).any() | (flags & INNER_END).any())
@@ -272,17 +275,21 @@ class BatchBuilder:
         """
         own, anchors = self.exists(steps), self.anchors
         folder = [] if anchors.folder is None else [anchors.folder]
-        out = np.full((*own.shape, 2 + len(folder)), -1)
+        out = np.empty((*own.shape, 2 + len(folder)), np.int64)
         for i, column in enumerate((*folder, anchors.serial)):
-            out[..., i] = np.where(own, column[:, None], -1)
-        out[..., -1] = np.where(own, (self.t + self.begin)[:, None] + array_of(steps), -1)
+            out[..., i] = column[:, None]
+        np.add((self.t + self.begin)[:, None], array_of(steps), out=out[..., -1])
+        if not all_of(own):
+            out[~own] = -1
         if self._following is not None:
             item, records, start, lead, end = self._following
-            pair = np.repeat(np.arange(len(item)), end - lead)
-            step = np.arange(len(pair)) - np.repeat(np.cumsum(end - lead) - (end - lead), end - lead)
-            columns = [column[item[pair]] for column in folder]
-            columns += [records.anchors.serial[pair], start[pair] + step]
-            out[item[pair], lead[pair] + step] = np.stack(columns, axis=-1)
+            count = end - lead
+            pair = np.arange(len(item)).repeat(count)
+            step = np.arange(len(pair)) - (count.cumsum() - count).take(pair)
+            entries = item.take(pair), lead.take(pair) + step
+            for i, column in enumerate((*[column.take(item) for column in folder], records.anchors.serial)):
+                out[(*entries, i)] = column.take(pair)
+            out[(*entries, -1)] = start.take(pair) + step
         self.batch[key] = out
 
     def require_steps(self, steps: int) -> None:
@@ -396,7 +403,8 @@ class BatchBuilder:
         self._require_mask(offsets)
         steps = array_of(offsets)
         mask = steps < ((self.length if limit is None else limit) - self.t)[:, None]
-        if int(steps.min(initial=0)) + int(self.t.min(initial=0)) < 0:
+        lowest = offsets.start if isinstance(offsets, range) and offsets.step > 0 else int(steps.min(initial=0))
+        if any_of(self.t < -lowest):
             mask &= steps >= -self.t[:, None]
         return np.asarray(mask)
 
@@ -450,7 +458,7 @@ class BatchBuilder:
         since, has_since, only = self._since, self._since is not None, self.records.only
         gather = self.gather
         copied = gather.broken is None and not gather.fetched
-        nothing_else = copied and self._is_shown is None and self._following is None
+        nothing_else = copied and self._is_shown is None
         if has_since and nothing_else and only is not None and only.maps.state.item(CHANGES) == since:
             return None
         same = self.records.unchanged()
@@ -502,13 +510,17 @@ class BatchBuilder:
             refuse_size(len(self.t), "the mask", size)
 
 
-def find_following(folders: Folders, anchors: Anchors) -> tuple[IntArray, Found]:
-    """(items (P,), records of P episodes): the episodes that items run on into; a lost episode has the length 0."""
+def find_following(folders: Folders, anchors: Anchors, since: int | None = None) -> tuple[IntArray, Found]:
+    """(items (P,), records of P episodes): the episodes that items run on into; a lost episode has the length 0.
+
+    Args: since: a change counter at which the single folder showed all of these episodes; None if none is known.
+    """
     following = np.empty((anchors.size, 0, 2), np.int64) if anchors.following is None else anchors.following
-    item, place = np.nonzero(following[..., 1] >= 0)
+    item, place = (following[..., 1] >= 0).nonzero()
     slot, serial = following[item, place].T.copy()
     folder = None if anchors.folder is None else anchors.folder[item]
-    return item, folders.find(Anchors(folder, slot, serial, np.zeros_like(slot)))
+    others = Anchors(folder, slot, serial, np.zeros_like(slot))
+    return item, folders.find(others) if since is None else folders.at(others, since)
 
 
 def array_of(offsets: IntArray | range) -> IntArray:

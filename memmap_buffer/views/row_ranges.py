@@ -130,8 +130,7 @@ class RowRanges:
         if self.padding != "zero":
             self._pad(source, target.reshape(len(out), self.steps, width), width, items, field.fill)
         if self.further is not None:
-            columns = (column.tolist() for column in self.further)
-            self._copy_each(source, target, width, list(zip(*columns, strict=True)), zero=False)
+            self._copy_each(source, target, width, self._further_items, zero=False)
         return out
 
     def _copy_each(self, source: Source, target: Array, width: int, items: list[Item], zero: bool) -> None:
@@ -164,6 +163,11 @@ class RowRanges:
     def _items(self) -> list[Item]:
         """All items, as tuples."""
         return list(zip(range(len(self.row)), self.row.tolist(), self.lead.tolist(), self.stop.tolist(), strict=True))
+
+    @cached_property
+    def _further_items(self) -> list[Item]:
+        """`further`, as tuples."""
+        return list(zip(*(column.tolist() for column in self.further or ()), strict=True))
 
     @cached_property
     def cut(self) -> tuple[IntArray, list[Item]] | None:

@@ -127,16 +127,16 @@ def test_what_is_overwritten_while_it_is_copied_is_drawn_again(ring, monkeypatch
     assert (serial.min() >= 3 * RING) == checked
 
 
-def test_a_window_that_would_run_on_from_an_episode_that_left_is_drawn_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("lookup", [1, 2], ids=["of the first episode", "of those that follow"])
+def test_a_window_that_would_run_on_from_an_episode_that_left_is_drawn_again(tmp_path, monkeypatch, lookup):
     """Faults 28, 30: the slot holds a shorter episode by the time its record is taken, which ends before the anchor."""
     with ReplayBuffer(tmp_path / "ring", 3, 40, {"n": "int"}, circular=True) as buffer:
         for serial in range(3):
             buffer.store_episode(n=100 * serial + np.arange(40))
-        at = get_inside("folder_at")
+        at, lookups = get_inside("folder_at"), itertools.count(1)
 
         def overtaken(*arguments):
-            set_inside(monkeypatch, folder_at=at)
-            for serial in range(3, 7):
+            for serial in range(3, 7) if next(lookups) == lookup else ():
                 buffer.store_episode(n=[100 * serial])
             return at(*arguments)
 
@@ -144,6 +144,24 @@ def test_a_window_that_would_run_on_from_an_episode_that_left_is_drawn_again(tmp
         batch = buffer.sample(64, view=Window(3, boundary="continue", return_steps=True), seed=1)
     assert (batch["n"] == batch["_steps"] @ torch.tensor([100, 1])).all() and batch["_is_last"].all()
     assert batch["_steps"][:, 0, 0].tolist() == [4] * 64
+
+
+def test_a_window_does_not_run_on_into_an_episode_that_is_deleted_meanwhile(tmp_path, monkeypatch):
+    """Fault 30: its own episode stays, so that only the record of the one that follows tells."""
+    with ReplayBuffer(tmp_path / "buffer", 3, 4, {"n": "int"}) as buffer:
+        for serial in range(3):
+            buffer.store_episode(n=100 * serial + np.arange(4))
+        at, lookups = get_inside("folder_at"), itertools.count(1)
+
+        def overtaken(*arguments):
+            if next(lookups) == 2:
+                buffer.delete([1])
+            return at(*arguments)
+
+        set_inside(monkeypatch, folder_at=overtaken)
+        batch = buffer.sample(64, view=Window(3, boundary="continue", return_steps=True), seed=1)
+    assert (batch["n"] == batch["_steps"] @ torch.tensor([100, 1])).all()
+    assert {*batch["_steps"][..., 0].flatten().tolist()} == {0, 2}
 
 
 @pytest.mark.parametrize("ring", [CODED], indirect=True, ids=["compressed"])
