@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -319,7 +319,7 @@ class Journal:
         full = len(table) >= storage.layout.max_episodes
         self._hidden = self.order.item(0, 0) if full else table.base
         self.table, self._shared = replace(table, visible=NO_SLOTS), frozenset(Columns._fields)
-        self._most = self._most_of(slice(None), storage)
+        self._most = _most_of(table.flags, table.length, self.shown, storage)
         self._changes = deque[Change](maxlen=REMEMBERED)  # the newest since all was read; the last led to `mark`
         self._followed = True
 
@@ -354,7 +354,7 @@ class Journal:
         is_same = was_shown & (now.serial == table.serial.take(slots))
         if any_of(is_same & has_steps & ~now.valid):  # an `update` rewrites the episode, and will show it again
             return None
-        new = np.flatnonzero(shown & ~is_same)
+        new = (shown > is_same).nonzero()[0]
         if len(new) and not self._append(now.serial[new], slots[new]):
             return None
         steps_before = (table.length.take(slots) - table.start.take(slots)) * was_shown
@@ -362,28 +362,19 @@ class Journal:
         self._num_episodes += int(np.count_nonzero(shown)) - int(np.count_nonzero(was_shown))
         if self._num_episodes < storage.layout.max_episodes and self._hidden > base:
             return None  # an older episode, which only `max_episodes` hid, may be visible again
-        leaving = was_shown & ~(shown & is_same)
+        leaving = was_shown > (shown & is_same)
         if any_of(leaving):
             entries = self.order[0, : self.tail].searchsorted(table.serial.take(slots[leaving]))
             since_head = self._gone[np.searchsorted(self._gone, self.head) :]  # so a ring does not remember all of them
             self._gone = np.sort(np.concatenate([since_head, entries]), kind="stable")
         self._own(Columns._fields)
-        for name, values in now._asdict().items():
-            getattr(self.table, name)[slots] = values
+        columns: tuple[Any, ...] = self.table.columns
+        for column, values in zip(columns, now, strict=True):
+            column[slots] = values
         self.shown[slots], self._visible = shown, None
-        self._most[slots] = self._most_of(slots, storage)
+        self._most[slots] = _most_of(now.flags, now.length, shown, storage)
         gone = self._retire(storage.layout.max_episodes)
         return np.array(sorted({*slots.tolist(), *gone})) if gone else slots
-
-    def _most_of(self, slots: IntArray | slice, storage: Storage) -> IntArray:
-        """The highest `stop` that each slot may get while its record's check and generation stay.
-
-        An open episode may grow to `max_timesteps`, another one keeps its length, and a slot that shows nothing gets 0.
-        """
-        table = self.table
-        most = np.where(table.flags[slots] & OPEN != 0, storage.layout.max_timesteps, table.length[slots])
-        most *= self.shown[slots]
-        return most
 
     def _show(self, storage: Storage, slots: IntArray) -> IntArray:
         """Take in slots of which only the shown steps changed; returns the others, of which nothing was taken in.
@@ -437,10 +428,12 @@ class Journal:
 
     def _append(self, serials: IntArray, slots: IntArray) -> bool:
         """Add new episodes to `order`; False where it has no room, or an episode is not newer than all before."""
-        stop, order = self.tail + len(serials), np.argsort(serials)
+        stop = self.tail + len(serials)
         last = self.order.item(0, self.tail - 1) if self.tail > self.head else -1
-        serials, slots = serials[order], slots[order]
-        if stop > self.order.shape[1] or serials[0] <= last or (serials[1:] == serials[:-1]).any():
+        if len(serials) > 1:
+            order = np.argsort(serials)
+            serials, slots = serials[order], slots[order]
+        if stop > self.order.shape[1] or serials[0] <= last or any_of(serials[1:] == serials[:-1]):
             return False
         self.order[:, self.tail : stop] = serials, slots
         self.tail = stop
@@ -461,6 +454,16 @@ class Journal:
                 gone.append(slot)
             self.head += 1
         return gone
+
+
+def _most_of(flags: npt.NDArray[np.uint32], stop: IntArray, shown: npt.NDArray[np.bool_], storage: Storage) -> IntArray:
+    """(n,) the highest `stop` that n slots may get while check and generation of their records stay.
+
+    An open episode may grow to `max_timesteps`, another one keeps its length, and a slot that shows nothing gets 0.
+
+    Args: flags, stop, shown: (n,) of their records, and whether the slot shows an episode.
+    """
+    return np.where(flags & OPEN != 0, storage.layout.max_timesteps, stop) * shown
 
 
 def _being_updated(

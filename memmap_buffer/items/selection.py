@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.cached import cached_property
-from memmap_buffer.dtypes import FloatArray, check_count
+from memmap_buffer.dtypes import FloatArray, all_of, check_count
 from memmap_buffer.errors import NotEnoughDataError, SchemaError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.journal import NO_SLOTS
@@ -293,9 +293,9 @@ class Selection:
         episodes = Runs(slots, table.of(table.serial, slots), np.zeros(len(slots), np.int64), length)
         ends, has_final = self.view.ends(schema), flags & FINAL != 0
         ended = _ended(storage, episodes, flags, ends)
-        inner = np.flatnonzero(flags & INNER_END) if ends.names else slots[:0]
+        inner = (flags & INNER_END).nonzero()[0] if ends.names else NO_SLOTS
         start = table.of(table.start, slots)
-        if (len(inner) or start.any()) and not self.view.per_episode:
+        if (len(inner) or np.count_nonzero(start)) and not self.view.per_episode:
             parts = _parts(storage, episodes, start, inner, ends)
             runs = parts.anchors(self.view, schema, episodes, has_final, ended)
         else:
@@ -307,7 +307,7 @@ class Selection:
             keep &= start == 0  # an episode of which a ring has dropped steps is not whole
         if self.filter_fields:
             keep &= np.isin(slots, filtered(episodes, storage, self.filter_fields, 1).slot)
-        return runs if keep.all() else runs.where(np.flatnonzero(keep))
+        return runs if all_of(keep) else runs.where(np.flatnonzero(keep))
 
     def _in_part(self, serial: IntArray, number: int) -> BoolArray:
         """(E,) whether episodes are in the part, by a hash of (seed, folder, serial).
