@@ -167,10 +167,11 @@ class Selection:
             parts = [self._cut(*folder[1:], chosen) for folder, chosen in zip(numbered, slots, strict=True)]
             if self.view.continues:
                 streams = self._streams(numbered, slots)
-                parts = [
+                fitting = [
                     streams[folder[0]].fitting(part, self.view.stride)
                     for folder, part in zip(numbered, parts, strict=True)
                 ]
+                parts = [part.where(np.flatnonzero(part.count)) for part in fitting]
         else:  # with callables, an episode that did not change may pass or fail because of others that did
             earlier = () if before is None or self.has_callables else before.by_folder()
             earlier_by_number = {made_of.number: (made_of.table, runs) for made_of, runs in earlier}

@@ -76,8 +76,7 @@ class Streams:
             self._check[unknown] = table.check[unknown]
         self._start[shown], self._stop[shown] = table.start[shown], table.length[shown]
         is_touched = np.zeros(len(self._last) + 1, np.bool_)  # one more, for the number -1
-        for some in touched:
-            is_touched[some] = True
+        is_touched[np.concatenate(touched)] = True
         return self._settle(is_touched[:-1].nonzero()[0])
 
     def _numbered(self, count: int, names: Array | None) -> IntArray:
@@ -140,19 +139,12 @@ class Streams:
             slots = self._before[slots]
 
     def runs(self, slots: IntArray, stride: int) -> Runs:
-        """The runs of episodes in the streams: items at every `stride` steps from the first that is shown on, if all of
-        them fit; else fewer, or none.
-        """
+        """The runs of whole episodes: an item at every `stride` steps from the first that is shown on, if it fits."""
         start = self._start[slots]
-        count = -(-(self._stop[slots] - start) // stride)
-        return self._fitted(Runs(slots, self._serial[slots], start, count), stride)
+        return self.fitting(Runs(slots, self._serial[slots], start, -(-(self._stop[slots] - start) // stride)), stride)
 
     def fitting(self, runs: Runs, stride: int) -> Runs:
-        """The runs without the anchors that fewer than `length` steps follow."""
-        fitted = self._fitted(runs, stride)
-        return fitted.where(np.flatnonzero(fitted.count))
-
-    def _fitted(self, runs: Runs, stride: int) -> Runs:
+        """The runs without the anchors that fewer than `length` steps follow; some may have none left."""
         last = self._stop[runs.slot] + self._behind[runs.slot] - self._length
         return runs.replaced(count=np.minimum(runs.count, np.maximum((last - runs.first) // stride + 1, 0)))
 

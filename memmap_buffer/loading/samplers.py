@@ -53,7 +53,7 @@ class Block:
         first, self.at, columns = self.at, self.at + batch_size, self.columns
         if self.at == self.size:
             self.columns = {}
-        return _part(columns, first, first + batch_size)
+        return {key: values[first : self.at] for key, values in columns.items()}
 
 
 class UniformSampler:
@@ -162,7 +162,7 @@ class UniformSampler:
             if count > 1:
                 kept.columns = columns
             kept.at, kept.size = batch_size, size
-        return columns if count == 1 else _part(columns, 0, batch_size)
+        return columns if count == 1 else {key: values[:batch_size] for key, values in columns.items()}
 
     def _next_count(self, block: Block, batch_size: int) -> int:
         """The number of batches of the block after one: twice as many, within `MOST` and `MOST_BYTES`."""
@@ -265,11 +265,6 @@ class UniformSampler:
             text = f"{path}: replacement=False: got batch_size {count}, there are {items} items; lower it"
             raise NotEnoughDataError(text, items=items)
         return source.locate(rng.choice(items, count, replace=False))
-
-
-def _part(columns: Columns, first: int, stop: int) -> Columns:
-    """The items first … stop - 1 of some columns, as views."""
-    return {key: values[first:stop] for key, values in columns.items()}
 
 
 def folder_bounds(reader: BatchReader, index: Index, num_folders: int) -> list[int]:
