@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memmap_buffer.dtypes import Array
-from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, crc32
+from memmap_buffer.format.checksums import crc32
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.syscalls import process_id, processors, yield_to_others
 from memmap_buffer.schema import DEFAULT_BLOB, Field
@@ -115,16 +115,14 @@ class CodedRows(NamedTuple):
 
     def blobs(self, index: Array) -> list[bytes | None]:
         """Copies of the blobs of rows of the index (N, 2): b"" where there is none, None where `beyond` finds fault."""
-        bad, length, data = beyond(self, index), lengths_of(index), memoryview(self.data)  # type: ignore[arg-type]
-        here = (length > 0) & ~bad
-        begin, end = np.where(here, index[:, 0], 0), np.where(here, index[:, 0] + length, 0)
-        each = zip(begin.tolist(), end.tolist(), bad.tolist(), strict=True)
-        return [None if wrong else data[a:b].tobytes() for a, b, wrong in each]
+        bad = beyond(self, index)
+        views = self._views(index, np.where(bad, 0, lengths_of(index).astype(np.int64)))
+        return [None if wrong else view.tobytes() for view, wrong in zip(views, bad.tolist(), strict=True)]
 
-    def _joined(self, index: Array, length: IntArray) -> bytes:
-        """Copies of blobs, joined to one string of bytes. Args: length: their lengths; all must lie in the file."""
+    def _views(self, index: Array, length: IntArray) -> list[memoryview]:
+        """Blobs in the file, not copied. Args: length: (N,) their lengths; any but an empty one must lie in it."""
         data, begins = memoryview(self.data), index[:, 0].astype(np.int64)  # type: ignore[arg-type]
-        return b"".join([data[a:b] for a, b in zip(begins.tolist(), (begins + length).tolist(), strict=True)])
+        return [data[a:b] for a, b in zip(begins.tolist(), (begins + length).tolist(), strict=True)]
 
     def decode(self, index: Array) -> Array:
         """The stored values (N, *cell) of rows of the index (N, 2). Raises ValueError: a row cannot be decoded."""
@@ -142,11 +140,9 @@ class CodedRows(NamedTuple):
             cannot be decoded).
         """
         bad = beyond(self, index) | (index[:, 1] >> np.uint64(32) != 0)
-        blobs = [
-            blob if blob and not wrong else b"" for blob, wrong in zip(self.blobs(index), bad.tolist(), strict=True)
-        ]
+        blobs = self._views(index, np.where(bad, 0, lengths_of(index).astype(np.int64)))
         for i in np.flatnonzero(index[:, 1] & _LENGTH == DEFAULT_BLOB).tolist():
-            blobs[i] = self.field.fill.item().tobytes()
+            blobs[i] = memoryview(self.field.fill.item().tobytes())
         counts = np.fromiter(map(len, blobs), np.int64, len(blobs)) // self.field.itemsize
         members = np.frombuffer(b"".join(blobs), self.field.entries).reshape(-1, *self.field.shape[1:])
         return members, counts, bad
@@ -177,9 +173,7 @@ class CodedRows(NamedTuple):
             out[places[length == 0]] = 0
             out[places[length == DEFAULT_BLOB]] = self.field.fill
             there = np.flatnonzero(~absent)
-            if not there.size:
-                return there
-            return there[self.decode_into(index[there], out, places[there])]
+            return there[self.decode_into(index[there], out, places[there])] if len(there) else there
         first_of = _first_of_same(index)
         if first_of is None:
             bad = self._decode_each(index, out, places)
@@ -191,7 +185,7 @@ class CodedRows(NamedTuple):
         out[places[bad]] = 0
         for copy, first in zip(places[copies].tolist(), places[first_of[copies]].tolist(), strict=True):
             out[copy] = out[first]
-        return np.flatnonzero(np.isin(first_of, bad)) if len(bad) else bad
+        return np.flatnonzero(np.isin(first_of, bad))
 
     def _decode_each(self, index: Array, out: Array, places: IntArray) -> IntArray:
         """Decode distinct blobs, in threads if they are many; returns the numbers of those that cannot be decoded."""
@@ -202,7 +196,7 @@ class CodedRows(NamedTuple):
         good &= (numbers == 0) | (numbers == dictionary_number)
         raw = good & (length == size)
         if raw.any():
-            rows = np.frombuffer(self._joined(index[raw], length[raw]), self.field.storage)
+            rows = np.frombuffer(b"".join(self._views(index[raw], length[raw])), self.field.storage)
             out[places[raw]] = rows.reshape(-1, *self.field.shape)
         parts: list[tuple[IntArray, Array | None]] = []
         for number in {0, int(dictionary_number)}:
@@ -212,17 +206,15 @@ class CodedRows(NamedTuple):
             content = self.dictionary.content if number and self.dictionary is not None else None
             parts += [(part, content) for part in np.array_split(chosen, count) if len(part)]
 
-        def work(part: tuple[IntArray, Array | None]) -> IntArray:
-            return self._decode_some(index, length, out, places, *part)
-
-        return np.concatenate([np.flatnonzero(~good), *threads.map(work, parts)])
+        bad = threads.map(lambda part: self._decode_some(index, length, out, places, *part), parts)
+        return np.concatenate([np.flatnonzero(~good), *bad])
 
     def _decode_some(
         self, index: Array, length: IntArray, out: Array, places: IntArray, chosen: IntArray, dictionary: Array | None
     ) -> IntArray:
         """Decode the blobs `chosen`; returns those of them that cannot be decoded."""
         wanted = length[chosen]
-        blobs = self._joined(index[chosen], wanted)
+        blobs = b"".join(self._views(index[chosen], wanted))
         try:
             self.field.codec.decode_into(blobs, np.cumsum(wanted), out, places[chosen], dictionary)
         except ValueError:
@@ -234,17 +226,10 @@ class CodedRows(NamedTuple):
 
     def contents(self, index: Array) -> Iterator[Array]:
         """The bytes that the checksum of rows of the index (N, 2) covers, in parts: see `contents_of`."""
-        if not len(index):
-            return
         most = np.uint64(SUMMED if self.field.is_list else self.field.itemsize)
         ends = np.cumsum(np.minimum(index[:, 1] & _LENGTH, most) + np.uint64(8))
-        parts = np.searchsorted(ends, np.arange(0, int(ends[-1]), SUMMED) + SUMMED, side="right") + 1
-        begin = 0
-        for stop in np.minimum(parts, len(index)).tolist():
-            if stop > begin:
-                rows = index[begin:stop]
-                yield contents_of(rows, [blob or b"" for blob in self.blobs(rows)])
-                begin = stop
+        for rows in np.split(index, np.flatnonzero(np.diff(ends // np.uint64(SUMMED))) + 1):
+            yield contents_of(rows, [blob or b"" for blob in self.blobs(rows)])
 
 
 def _first_of_same(index: Array) -> IntArray | None:
@@ -262,11 +247,8 @@ def _first_of_same(index: Array) -> IntArray | None:
 
 def contents_of(index: Array, blobs: Sequence[bytes]) -> Array:
     """The bytes (n,) that the checksum of compressed timesteps covers: for each, its row's second word and its blob."""
-    words = np.ascontiguousarray(index[:, 1]).tobytes()
-    pieces = [b""] * (2 * len(blobs))
-    pieces[::2] = [words[8 * i : 8 * i + 8] for i in range(len(blobs))]
-    pieces[1::2] = blobs
-    return np.frombuffer(b"".join(pieces), np.uint8)
+    words = np.ascontiguousarray(index[:, 1]).view("V8").tolist()
+    return np.frombuffer(b"".join(chain.from_iterable(zip(words, blobs, strict=True))), np.uint8)
 
 
 def encode(field: Field, rows: Array, dictionary: Dictionary | None = None) -> list[bytes]:
@@ -293,12 +275,9 @@ def encode_many(field: Field, rows: Array, dictionary: Dictionary | None = None)
 
 def index_of(field: Field, blobs: Sequence[bytes], begin: int, dictionary: Dictionary | None = None) -> Array:
     """The rows of the index (N, 2) for blobs that lie end to end from `begin` on."""
-    index, lengths = np.empty((len(blobs), 2), np.uint64), np.fromiter(map(len, blobs), np.uint64, len(blobs))
-    index[:, 0] = np.fromiter(accumulate(map(len, blobs), initial=begin), np.uint64, len(blobs))
-    index[:, 1] = lengths
-    if dictionary is not None:
-        index[:, 1] |= np.where(lengths < field.itemsize, np.uint64(dictionary.number << 32), np.uint64(0))
-    return index
+    lengths, number = [*map(len, blobs)], 0 if dictionary is None else dictionary.number << 32
+    words = [length | number if length < field.itemsize else length for length in lengths]
+    return np.array([*zip(accumulate(lengths, initial=begin), words, strict=False)], np.uint64).reshape(-1, 2)
 
 
 def end_of(entry: Array) -> int:
@@ -306,13 +285,6 @@ def end_of(entry: Array) -> int:
     begin, length = map(int, entry)
     length &= 2**32 - 1
     return begin + length if length not in (0, DEFAULT_BLOB) else begin
-
-
-def sums_of(contents: Iterator[Array], sums: Sums = EMPTY) -> Sums:
-    """The sums for a checksum: `sums`, of earlier bytes, continued by `contents`."""
-    for part in contents:
-        sums = add_rows(sums, part)
-    return sums
 
 
 def lengths_of(index: Array) -> Array:

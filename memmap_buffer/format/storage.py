@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from memmap_buffer.cached import cached_property
 from memmap_buffer.choices import Verify, check_choice
 from memmap_buffer.dtypes import Array, all_of
 from memmap_buffer.errors import CorruptBufferError, NotABufferError, SchemaMismatchError
-from memmap_buffer.format.blobs import CodedRows, Dictionary, sums_of
+from memmap_buffer.format.blobs import CodedRows, Dictionary
 from memmap_buffer.format.checksums import EMPTY, Sums, add_rows, checksum, checksum_of, checksum_row, digest_of
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
@@ -267,7 +268,7 @@ class Storage:
     def sums_of_rows(self, name: str, first: int, stop: int, sums: Sums = EMPTY) -> Sums:
         """The sums for the checksum of a field: `sums`, of earlier rows, continued by the rows first … stop - 1."""
         rows, coded = self.maps.rows[name][first:stop], self.maps.coded.get(name)
-        return add_rows(sums, rows) if coded is None else sums_of(coded.contents(rows), sums)
+        return add_rows(sums, rows) if coded is None else reduce(add_rows, coded.contents(rows), sums)
 
     def state(self, name: str) -> int:
         """A word of state.npy."""
