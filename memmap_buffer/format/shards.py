@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from memmap_buffer.errors import BufferLockedError, CorruptBufferError, MemmapBufferError, NotABufferError, SchemaError
 from memmap_buffer.format.folder import Folder
@@ -28,7 +28,6 @@ log = logging.getLogger("memmap_buffer")
 JOINED = "joined-"  # and the id of a shard that others were joined into
 _NAME = re.compile(r"shard-([0-9]{5})")
 _JOINED_NAME = re.compile(rf"{JOINED}[0-9a-f]{{32}}")
-Key: TypeAlias = tuple[int, int, int]
 
 
 def shard_name(number: int) -> str:
@@ -81,7 +80,6 @@ class Shards:
         self.root, self.on_damaged = path_of(root), on_damaged
         self.storages: dict[int, Storage] = {}
         self._first: Storage | None = None  # what is vacant is shaped as it is, whatever stood there
-        self._keys: dict[int, Key | None] = {}
         self._unread: dict[int, Unread] = {}
         self._logged_numbers: set[int] = set()
         self._stamp: tuple[int, int] | None = None
@@ -100,7 +98,7 @@ class Shards:
         Raises: NotABufferError: there is no shard, and never was. CorruptBufferError, SchemaError: one is damaged.
         """
         waiting = (unread.changed(self._folder(number)) for number, unread in self._unread.items())
-        if self._stamp is None or self._stamp != self._now() or any(waiting):
+        if self._stamp is None or self._stamp != Folder(self.root).stamp(".") or any(waiting):
             self._look_again()
         return self.storages
 
@@ -115,26 +113,14 @@ class Shards:
             self.storages = self.storages | missing
         return self.storages
 
-    def _now(self) -> tuple[int, int]:
-        try:
-            return Folder(self.root).stamp(".")
-        except FileNotFoundError:
-            return 0, 0
-
     def _folder(self, number: int) -> Folder:
         return Folder(self.root / shard_name(number))
 
     def _look_again(self) -> None:
-        stamp = self._now()
-        opened: dict[int, Storage] = {}
-        keys: dict[int, Key | None] = {}
-        unread: dict[int, Unread] = {}
-        for number in shard_numbers(self.root):
-            shard, keys[number] = self._opened(number)
-            if isinstance(shard, Unread):
-                unread[number] = shard
-            else:
-                opened[number] = shard
+        stamp = Folder(self.root).stamp(".")
+        shards = {number: self._opened(number) for number in shard_numbers(self.root)}
+        opened = {number: shard for number, shard in shards.items() if isinstance(shard, Storage)}
+        unread = {number: shard for number, shard in shards.items() if isinstance(shard, Unread)}
         self._tell(unread)
         if not opened and not self.storages:
             why = "".join(
@@ -143,28 +129,27 @@ class Shards:
             text = f"no subfolder holds a buffer that is whole:{why}" if why else "no subfolder holds a buffer"
             raise NotABufferError(f"{self.root}: {text}", path=self.root)
         self._first = self._first or opened[min(opened)]
-        withdrawn = {n: self._withdrawn(n, old) for n, old in self.storages.items() if n not in opened}
+        withdrawn = {n: self._vacant(n) for n, old in self.storages.items() if not (n in opened or old.withdrawn)}
         self.storages = self.storages | opened | withdrawn
-        self._keys, self._unread = keys, unread
+        self._unread = unread
         self._stamp = stamp if time.time_ns() - stamp[1] > SETTLED_NS else None
 
-    def _opened(self, number: int) -> tuple[Storage | Unread, Key | None]:
+    def _opened(self, number: int) -> Storage | Unread:
         """The storage of a shard, or why there is none."""
-        folder = self._folder(number)
+        folder, old = self._folder(number), self.storages.get(number)
         marks = folder.marks("schema.json")
         if marks[0] < 0:
-            return BEING_MADE, None
-        key = _key(folder)  # before it is opened, see there
+            return BEING_MADE
+        if old is not None and old.is_of(folder):
+            return old
         try:
-            if key is not None and self._keys.get(number) == key:
-                return self.storages[number], key
-            return Storage.open(folder, read_only=True), key
+            return Storage.open(folder, read_only=True)
         except (MemmapBufferError, FileNotFoundError) as error:
             if not folder.exists("schema.json"):
-                return BEING_MADE, None
+                return BEING_MADE
             if isinstance(error, FileNotFoundError):
                 raise
-            return self._refused(folder, marks, error), None
+            return self._refused(folder, marks, error)
 
     def _refused(self, folder: Folder, marks: tuple[int, int, int], error: MemmapBufferError) -> Unread:
         """The report on a shard that could not be opened. Raises the error where it is damaged, unless to skip it."""
@@ -192,9 +177,6 @@ class Shards:
                 self._logged_numbers.add(number)
         self._logged_numbers.intersection_update(unread)
 
-    def _withdrawn(self, number: int, old: Storage) -> Storage:
-        return old if old.withdrawn else self._vacant(number)
-
     def _vacant(self, number: int) -> Storage:
         assert self._first is not None
         return self._first.withdraw(self._folder(number).path)
@@ -214,17 +196,6 @@ def _is_cut(folder: Folder) -> bool:
     """Whether `schema.json` may be the beginning of one."""
     data = folder.read("schema.json", MAX_SCHEMA_BYTES)
     return Layout.may_be_torn(data) and (not data.strip(b"\0") or data.count(b"{") > data.count(b"}"))
-
-
-def _key(folder: Folder) -> Key | None:
-    """The key that tells a shard from another that took its place: its folder, and a file in it.
-
-    The number of a folder may be that of the one that was removed; a file that is mapped keeps its own. Taken before
-    the shard is opened: one that is replaced in between is opened again by the next look.
-    """
-    with suppress(FileNotFoundError):
-        return *folder.lock_key(), folder.file_key("state.npy")[1]
-    return None
 
 
 def tell_readers(folder: Folder) -> None:
