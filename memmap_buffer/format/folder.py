@@ -11,7 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,17 +65,21 @@ LOCK_PAUSE = 0.01  # seconds between two attempts to take a lock that is waited 
 ASKED_BYTES = 128 << 10  # Linux's default readahead window: it reads no more than that for one MADV_WILLNEED
 
 
-@contextmanager
-def closing(fd: int) -> Iterator[int]:
-    """Close a descriptor at the end of the block."""
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+class Closing:
+    """A block at whose end a descriptor is closed. No generator, as that takes longer, and each map needs one."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> int:
+        return self._fd
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
 
 
 class ToMap(NamedTuple):
-    """An array file to be mapped: `size` bytes, which take `pages` bytes of addresses.
+    """An array file to be mapped, of `size` bytes.
 
     Its array may be given in another shape than the header says, of as many values.
     """
@@ -85,12 +89,10 @@ class ToMap(NamedTuple):
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     size: int
-    pages: int
 
     @classmethod
     def of(cls, name: str, header: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ToMap:
-        size = len(header) + math.prod(shape) * dtype.itemsize
-        return cls(name, header, dtype, shape, size, in_pages(size))
+        return cls(name, header, dtype, shape, len(header) + math.prod(shape) * dtype.itemsize)
 
 
 class Folder:
@@ -116,8 +118,7 @@ class Folder:
     def kept_open(self) -> Iterator[Folder]:
         """A `Folder` of the same path that is held until the end of the block."""
         folder = Folder(self.path)
-        folder._descriptor = self._descriptor
-        folder.hold()
+        folder._descriptor = self._descriptor or Descriptor(self.path)
         try:
             yield folder
         finally:
@@ -132,13 +133,6 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return False
 
-    @contextmanager
-    def _changing(self, sub: str, create: bool = False) -> Iterator[int]:
-        """A descriptor as `_directory` gives it, to make changes in. Raises WriterLostError: see `in_place`."""
-        self._require_in_place()
-        with self._directory(sub, create) as directory:
-            yield directory
-
     def _require_in_place(self) -> None:
         if not self.in_place:
             raise WriterLostError(
@@ -146,10 +140,17 @@ class Folder:
             )
 
     @contextmanager
-    def _directory(self, sub: str, create: bool = False) -> Iterator[int]:
+    def _directory(self, sub: str, *, change: bool = False, create: bool = False) -> Iterator[int]:
+        """A descriptor of a subfolder; "" is the folder itself.
+
+        Args:
+            change: changes will be made in it. Raises WriterLostError: see `in_place`.
+            create: likewise, and it is made where it is missing.
+        """
+        if change or create:
+            self._require_in_place()
         descriptor = self._descriptor  # this reference keeps it open, should another thread let go of the folder
-        root = os.open(self.path, FOLDER) if descriptor is None else descriptor.fd
-        try:
+        with Closing(os.open(self.path, FOLDER) if descriptor is None else os.dup(descriptor.fd)) as root:
             if not sub:
                 yield root
                 return
@@ -157,58 +158,47 @@ class Folder:
                 with suppress(FileExistsError):
                     syscalls.system.mkdir(sub, root)
             try:
-                directory = os.open(sub, os.O_RDONLY | os.O_DIRECTORY | NEVER_FOLLOW, dir_fd=root)
+                directory = os.open(sub, FOLDER | NEVER_FOLLOW, dir_fd=root)
             except OSError as error:
-                if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):
-                    raise CorruptBufferError(self._text(sub, "is a link or no folder"), path=self.path / sub) from None
-                raise
-            try:
+                raise self._refusal(error, sub, "is a link or no folder") from None
+            with Closing(directory):
                 yield directory
-            finally:
-                os.close(directory)
-        finally:
-            if descriptor is None:
-                os.close(root)
 
     def _open(self, name: str, flags: int, directory: int | None = None) -> tuple[int, os.stat_result]:
         """(descriptor, status) of a file; `directory`: the descriptor of its subfolder, where it is open already."""
         sub, _, base = name.rpartition("/")
         try:
-            if directory is None:
-                with self._directory(sub) as directory:
-                    fd = os.open(base, flags | NEVER_FOLLOW, dir_fd=directory)
-            else:
-                fd = os.open(base, flags | NEVER_FOLLOW, dir_fd=directory)
+            with self._directory(sub) if directory is None else nullcontext(directory) as place:
+                fd = os.open(base, flags | NEVER_FOLLOW, dir_fd=place)
         except OSError as error:
-            if error.errno in NO_FILE:
-                raise CorruptBufferError(
-                    self._text(name, "is a link or no plain file"), path=self.path / name
-                ) from None
-            raise
+            raise self._refusal(error, name) from None
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or (flags & os.O_RDWR and status.st_nlink != 1):
             os.close(fd)
-            raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name)
+            raise self._corrupt(name)
         return fd, status
 
-    def _text(self, name: str, what: str) -> str:
-        return f"{self.path / name} {what}; restore it from a copy, or look at the folder with `verify`"
+    def _corrupt(self, name: str, what: str = "is a link or no plain file", **sizes: int) -> CorruptBufferError:
+        """The error for a file, or a subfolder, that is not as it must be."""
+        text = f"{self.path / name} {what}; restore it from a copy, or look at the folder with `verify`"
+        return CorruptBufferError(text, path=self.path / name, **sizes)
+
+    def _refusal(self, error: OSError, name: str, what: str = "is a link or no plain file") -> OSError:
+        """The error to raise where the system refuses to open `name`: its own, unless no plain file is there."""
+        return self._corrupt(name, what) if error.errno in NO_FILE else error
 
     def _checked(self, name: str, flags: int, header: bytes, size: int, directory: int | None = None) -> int:
         """Open an array file. Raises CorruptBufferError: it is missing, or has another size or header than given."""
         try:
             fd, status = self._open(name, flags, directory)
         except FileNotFoundError:
-            raise self._missing(name, size) from None
+            raise self._corrupt(name, "is missing", size=0, expected=size) from None
         got = status.st_size
         if got == size and read_at(fd, len(header), 0) == header:
             return fd
         os.close(fd)
         what = f"has {got} bytes, the schema says {size}" if got != size else "has another header than the schema says"
-        raise CorruptBufferError(self._text(name, what), path=self.path / name, size=got, expected=size)
-
-    def _missing(self, name: str, size: int) -> CorruptBufferError:
-        return CorruptBufferError(self._text(name, "is missing"), path=self.path / name, size=0, expected=size)
+        raise self._corrupt(name, what, size=got, expected=size)
 
     def map(self, name: str, header: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """The array of a file, mapped read-only, as a plain ndarray."""
@@ -218,30 +208,24 @@ class Folder:
         """The arrays of some files, see `map`. Those of small files are unmapped together."""
         arrays: list[Array] = []
         try:
-            small = sum(file.pages for file in files if file.pages < LARGE)
+            small = sum(in_pages(file.size) for file in files if file.size < LARGE)
             maps = FileMaps(small) if small else None
-            for sub, group in groupby(files, _sub_of):
-                here = [*group]
-                try:
-                    with self._directory(sub) as directory:
-                        for name, header, dtype, shape, size, pages in here:
-                            fd = self._checked(name, os.O_RDONLY, header, size, directory)
-                            try:
-                                if maps is None or pages >= LARGE:
-                                    memory, start = map_file(fd, size), 0
-                                else:
-                                    memory, start = maps.memory, maps.add(fd, size)
-                            finally:
-                                os.close(fd)
-                            arrays.append(np.ndarray(shape, dtype, memory, start + len(header)))
-                except FileNotFoundError:  # of the subfolder
-                    raise self._missing(here[0].name, here[0].size) from None
+            for sub, group in groupby(files, lambda file: file.name.rpartition("/")[0]):
+                with self._directory(sub) as directory:
+                    for name, header, dtype, shape, size in group:
+                        with Closing(self._checked(name, os.O_RDONLY, header, size, directory)) as fd:
+                            if maps is None or size >= LARGE:
+                                memory, start = map_file(fd, size), 0
+                            else:
+                                memory, start = maps.memory, maps.add(fd, size)
+                        arrays.append(np.ndarray(shape, dtype, memory, start + len(header)))
         except OSError as error:
-            remedy = _TOO_MANY.get(error.errno or 0)
+            file, remedy = files[len(arrays)], _TOO_MANY.get(error.errno or 0)
+            if isinstance(error, FileNotFoundError):  # of the subfolder
+                raise self._corrupt(file.name, "is missing", size=0, expected=file.size) from None
             if remedy is None:
                 raise
-            name = files[len(arrays)].name
-            raise OSError(error.errno, f"{self.path / name}: {remedy}, or read fewer folders at once") from None
+            raise OSError(error.errno, f"{self.path / file.name}: {remedy}, or read fewer folders at once") from None
         return arrays
 
     def map_to_change(self, name: str, header: bytes, size: int, *, shared: bool) -> tuple[int, mmap.mmap]:
@@ -261,7 +245,7 @@ class Folder:
 
     def map_shared(self, name: str, header: bytes, size: int) -> Array:
         """A shared map of a whole file, without a descriptor; stores may kill the process, see `map_to_change`."""
-        with closing(self._checked(name, os.O_RDWR, header, size)) as fd:
+        with Closing(self._checked(name, os.O_RDWR, header, size)) as fd:
             return map_file(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def open_to_read(self, name: str, header: bytes, size: int) -> int:
@@ -270,7 +254,7 @@ class Folder:
 
     def forget(self, name: str, header: bytes, size: int, ranges: Iterable[tuple[int, int]]) -> None:
         """Drop the pages of byte ranges (first, stop) from the system's cache, unless somebody uses them."""
-        with closing(self._checked(name, os.O_RDONLY, header, size)) as fd:
+        with Closing(self._checked(name, os.O_RDONLY, header, size)) as fd:
             for first, stop in ranges:
                 syscalls.forget(fd, *_pages(first, stop))
 
@@ -281,9 +265,9 @@ class Folder:
         Raises: CorruptBufferError: the file has another size than `size`.
         """
         fd, status = self._open(name, os.O_RDWR)
-        with closing(fd), naming(self.path / name):
+        with Closing(fd), naming(self.path / name):
             if size is not None and status.st_size != size:
-                raise CorruptBufferError(self._text(name, f"has not {size} bytes any more"), path=self.path / name)
+                raise self._corrupt(name, f"has not {size} bytes any more")
             yield fd
 
     def punch(self, name: str, start: int, stop: int) -> None:
@@ -295,7 +279,7 @@ class Folder:
     @contextmanager
     def writing(self, name: str, header: bytes, size: int) -> Iterator[int]:
         """A descriptor for `write_all`; at the end of the block all is on the disk, and the descriptor closed."""
-        with closing(self.open_to_write(name, header, size)) as fd, naming(self.path / name):
+        with Closing(self.open_to_write(name, header, size)) as fd, naming(self.path / name):
             yield fd
             barrier(fd)
 
@@ -328,12 +312,12 @@ class Folder:
     def _making(self, name: str) -> Iterator[tuple[int, int]]:
         """Create a file; (its descriptor, its folder's), both open in the block. After an error there is no file."""
         sub, _, base = name.rpartition("/")
-        with self._changing(sub, create=True) as directory:
+        with self._directory(sub, create=True) as directory:
             try:
                 fd = syscalls.system.create(base, directory)
             except FileExistsError:
                 raise self._in_the_way(name) from None
-            with closing(fd), naming(self.path / name):
+            with Closing(fd), naming(self.path / name):
                 try:
                     yield fd, directory
                 except BaseException:
@@ -356,20 +340,16 @@ class Folder:
     def read_with_stamp(self, name: str, limit: int) -> tuple[bytes, tuple[int, int]]:
         """The content of a small file, see `read`, and its `stamp`."""
         fd, status = self._open(name, os.O_RDONLY)
-        try:
+        with Closing(fd):
             if status.st_size > limit:
-                raise CorruptBufferError(
-                    self._text(name, f"has {status.st_size} bytes, more than {limit}"), path=self.path / name
-                )
+                raise self._corrupt(name, f"has {status.st_size} bytes, more than {limit}")
             return read_at(fd, status.st_size, 0), _stamp(status)
-        finally:
-            os.close(fd)
 
     @contextmanager
     def reading(self, name: str) -> Iterator[tuple[int, int]]:
         """A descriptor for `read_at`, closed at the end of the block, and the size of the file."""
         fd, status = self._open(name, os.O_RDONLY)
-        with closing(fd):
+        with Closing(fd):
             yield fd, status.st_size
 
     def write_new(self, name: str, *parts: bytes, sync: bool) -> None:
@@ -385,12 +365,11 @@ class Folder:
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file, replacing one of the new name; on the disk at return, if both names are in one subfolder."""
-        sub = old.rpartition("/")[0]
-        one_folder = sub == new.rpartition("/")[0]
-        skip = len(sub) + 1 if one_folder and sub else 0
-        with self._changing(sub if one_folder else "") as directory:
+        (sub, _, base), (other, _, new_base) = old.rpartition("/"), new.rpartition("/")
+        sub, names = (sub, (base, new_base)) if sub == other else ("", (old, new))
+        with self._directory(sub, change=True) as directory:
             try:
-                syscalls.system.rename(old[skip:], new[skip:], directory)
+                syscalls.system.rename(*names, directory)
             except IsADirectoryError:
                 raise self._in_the_way(new) from None
             syscalls.system.sync_folder(directory)
@@ -398,7 +377,7 @@ class Folder:
     def link(self, old: str, new: str) -> None:
         """Give a file a second name in the same subfolder; on the disk when this returns."""
         sub, _, base = old.rpartition("/")
-        with self._changing(sub) as directory:
+        with self._directory(sub, change=True) as directory:
             try:
                 syscalls.system.link(base, new.rpartition("/")[2], directory)
             except FileExistsError:
@@ -413,7 +392,7 @@ class Folder:
     def unlink(self, name: str, missing_ok: bool = False) -> None:
         sub, _, base = name.rpartition("/")
         try:
-            with self._changing(sub) as directory:
+            with self._directory(sub, change=True) as directory:
                 syscalls.system.unlink(base, directory)
         except (FileNotFoundError, IsADirectoryError, CorruptBufferError):  # no such file, or none that we made
             if not missing_ok:
@@ -421,8 +400,8 @@ class Folder:
 
     def free_bytes(self) -> int:
         """The bytes that this user can still write to the file system."""
-        descriptor = self._descriptor
-        status = os.statvfs(self.path if descriptor is None else descriptor.fd)
+        with self._directory("") as directory:
+            status = os.statvfs(directory)
         return status.f_bavail * status.f_frsize
 
     def list(self, sub: str) -> list[str]:
@@ -442,17 +421,14 @@ class Folder:
             barrier(fd)
 
     def _lstat(self, name: str) -> os.stat_result:
-        descriptor = self._descriptor
-        if descriptor is None:
-            return os.lstat(f"{self.path}/{name}")  # a path takes as long to make as the look
-        return os.stat(name, dir_fd=descriptor.fd, follow_symlinks=False)
+        descriptor = self._descriptor  # without one by a path, which takes as long to make as the look
+        return os.lstat(f"{self.path}/{name}") if descriptor is None else os.lstat(name, dir_fd=descriptor.fd)
 
     def exists(self, name: str) -> bool:
-        try:
+        with suppress(OSError, ValueError):
             self._lstat(name)
-        except (OSError, ValueError):
-            return False
-        return True
+            return True
+        return False
 
     def alone(self, name: str) -> bool:
         """Whether there is no file of this name, or one that has no other name (hard link)."""
@@ -469,9 +445,8 @@ class Folder:
 
     def require(self) -> None:
         if not self.exists("schema.json"):
-            if not self.path.is_dir():
-                raise NotABufferError(f"{self.path}{self._why_no_folder()}", path=self.path)
-            raise NotABufferError(f"{self.path} is not a buffer: {self._what_it_is()}", path=self.path)
+            why = f" is not a buffer: {self._what_it_is()}" if self.path.is_dir() else self._why_no_folder()
+            raise NotABufferError(f"{self.path}{why}", path=self.path)
         if self.exists(MIRROR):
             raise NotABufferError(
                 f"{self.path} is a cache of a folder at a URL, and has only what was read of that; read it by its URL, "
@@ -556,7 +531,7 @@ class Folder:
         sub, _, base = name.rpartition("/")
         lock: FileLock | None = None
         try:
-            with self._changing(sub, create=True) as directory:
+            with self._directory(sub, create=True) as directory:
                 lock = FileLock.take(base, directory)
             if lock is None:
                 raise BufferLockedError(f"{self.path} has another writer", path=self.path)
@@ -568,9 +543,7 @@ class Folder:
                     "read_only=True, change its permissions, or work with a copy",
                     path=self.path / name,
                 ) from None
-            if error.errno not in NO_FILE:
-                raise
-            raise CorruptBufferError(self._text(name, "is a link or no plain file"), path=self.path / name) from None
+            raise self._refusal(error, name) from None
         except BaseException:  # an interruption: its traceback would keep the lock
             if lock is not None:
                 lock.release()
@@ -579,15 +552,14 @@ class Folder:
     @contextmanager
     def locked(self, name: str = ".lock", seconds: float = 0.0) -> Iterator[None]:
         """Hold the lock `name` in the block; another process that has it is waited for, for so long. See `lock`."""
-        until = time.monotonic() + seconds
-        while True:
+        until, lock = time.monotonic() + seconds, None
+        while lock is None:
             try:
                 lock = self.lock(name)
-                break
             except BufferLockedError:
                 if time.monotonic() >= until:
                     raise
-            time.sleep(LOCK_PAUSE)
+                time.sleep(LOCK_PAUSE)
         try:
             yield
         finally:
@@ -596,11 +568,6 @@ class Folder:
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
-
-
-def _sub_of(file: ToMap) -> str:
-    """The subfolder that a file is in."""
-    return file.name.rpartition("/")[0]
 
 
 def will_need(array: Array, ranges: Iterable[tuple[int, int]]) -> None:
