@@ -11,7 +11,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,16 +51,12 @@ class Marks:
 
     Args:
         folder: where the file is.
-        name: of the file.
+        name: of the file. One that a user named, another than `FILE`, must exist when it is read.
         lock: the name of its lock.
-        named: whether a user named the file: then it must exist when it is read.
     """
 
-    def __init__(self, folder: Folder, name: str = FILE, lock: str = LOCK, named: bool = False) -> None:
-        self.folder = folder
-        self.name = name
-        self.lock = lock
-        self.named = named
+    def __init__(self, folder: Folder, name: str = FILE, lock: str = LOCK) -> None:
+        self.folder, self.name, self.lock = folder, name, lock
 
     @classmethod
     def in_file(cls, path: Path) -> Marks:
@@ -72,7 +67,7 @@ class Marks:
         """
         if not path.parent.is_dir():
             raise SchemaError(f"marks: got {path}, but there is no folder {path.parent}; make it first")
-        return cls(Folder(path.parent), path.name, f".{path.name}.lock", named=True)
+        return cls(Folder(path.parent), path.name, f".{path.name}.lock")
 
     @property
     def stamp(self) -> tuple[int, int, int]:
@@ -87,7 +82,7 @@ class Marks:
             CorruptBufferError: the file is damaged, or of a newer version.
         """
         path, stamp = self.folder.path / self.name, self.stamp
-        if self.named and stamp[2] < 0:
+        if self.name != FILE and stamp[2] < 0:
             raise SchemaError(f"marks: there is no file {path}; check the path, or make it by mark(…, file=…)")
         if (kept := _kept.get(path)) is not None and kept[0] == stamp:
             return kept[1].get(folder_id, {})
@@ -124,16 +119,24 @@ class Marks:
             BufferLockedError: the lock was held by others for ten seconds.
             CorruptBufferError: the file is damaged; it stays as it is.
         """
-        with ExitStack() as lock:
-            try:
-                lock.enter_context(self.folder.locked(self.lock, WAIT_SECONDS))
-            except BufferLockedError as error:
-                path = self.folder.path / self.lock
-                raise BufferLockedError(f"{path}: somebody has been changing marks for too long") from error
-            everything = self._read()
-            everything[folder_id] = marks = _changed(everything.get(folder_id, {}), serials, change, oldest)
-            self._write(everything)
-            return marks
+        try:
+            with self.folder.locked(self.lock, WAIT_SECONDS):
+                everything = self._read()
+                marks = {serial: mark for serial, mark in everything.get(folder_id, {}).items() if serial >= oldest}
+                for serial in serials:
+                    marks[serial] = _checked(change(marks.get(serial, Mark())))
+                everything[folder_id] = {serial: mark for serial, mark in sorted(marks.items()) if mark != Mark()}
+                data = text_of(everything)
+                if len(data) > MAX_BYTES:
+                    got = f"{self.folder.path / self.name}: got {len(data):,} bytes of marks"
+                    raise SchemaError(f"{got}, expected at most {MAX_BYTES:,}; shorten notes")
+                self.folder.unlink(f"{self.name}.new", missing_ok=True)  # left by a process that was killed
+                self.folder.write_new(f"{self.name}.new", data, sync=True)
+                self.folder.rename(f"{self.name}.new", self.name)
+                return everything[folder_id]
+        except BufferLockedError as error:
+            path = self.folder.path / self.lock
+            raise BufferLockedError(f"{path}: somebody has been changing marks for too long") from error
 
     def _read(self) -> dict[str, dict[int, Mark]]:
         try:
@@ -141,17 +144,6 @@ class Marks:
         except FileNotFoundError:
             return {}
         return parsed(data, str(self.folder.path / self.name))
-
-    def _write(self, marks: Mapping[str, Mapping[int, Mark]]) -> None:
-        data = text_of(marks)
-        if len(data) > MAX_BYTES:
-            path = self.folder.path / self.name
-            raise SchemaError(
-                f"{path}: got {len(data):,} bytes of marks, expected at most {MAX_BYTES:,}; shorten notes"
-            )
-        self.folder.unlink(f"{self.name}.new", missing_ok=True)  # left by a process that was killed
-        self.folder.write_new(f"{self.name}.new", data, sync=True)
-        self.folder.rename(f"{self.name}.new", self.name)
 
 
 def parsed(data: bytes, where: str) -> dict[str, dict[int, Mark]]:
@@ -190,16 +182,6 @@ def renamed(data: bytes, old: str, new: str) -> bytes:
     """The bytes of a file of marks for a copy of folder `old` that has the id `new`."""
     marks = parsed(data, FILE)
     return text_of({new if folder_id == old else folder_id: each for folder_id, each in marks.items()})
-
-
-def _changed(
-    marks: Mapping[int, Mark], serials: Iterable[int], change: Callable[[Mark], Mark], oldest: int
-) -> dict[int, Mark]:
-    """The marks of a folder after a change, see `Marks.change`."""
-    changed = {serial: mark for serial, mark in marks.items() if serial >= oldest}
-    for serial in serials:
-        changed[serial] = _checked(change(changed.get(serial, Mark())))
-    return {serial: mark for serial, mark in sorted(changed.items()) if mark != Mark()}
 
 
 def _checked(mark: Mark) -> Mark:
