@@ -494,10 +494,12 @@ class SlotWriter:
 
     def give_back(self) -> None:
         """Once all rows are written, give the space back that an episode before took beyond them."""
-        before = max(self._before, self.room)
+        room = self.room
+        self._before = before = max(self._before, room)
+        self.room = min(self.length, room)  # first: should its end fail, stores may go on
         if self.length < before or (before and self.files.layout.coded):  # fewer timesteps may have had larger blobs
             self.files.give_back(self.slot, self.length, before)
-        self.files.reach[self.slot] = max(self.length, self.room) + 1
+        self.files.reach[self.slot] = max(self.length, room) + 1
 
 
 def commit(files: WriteHandles, slot_writers: Sequence[SlotWriter]) -> None:

@@ -861,9 +861,11 @@ class Writer:
     def _give_back(self, files: WriteHandles) -> None:
         """Give back the space of episodes that left; not before readers were told, who take a row for what it was."""
         given_up, self._given_up = self._given_up, []
+        extent = self.storage.maps.words[:, EXTENT]
         for slot in given_up:
-            files.give_back(slot, 0, (files.reach.item(slot) or self.max_timesteps + 1) - 1)
-            files.reach[slot] = 1
+            if not extent.item(slot) >> 32 & OPEN:  # else stores go on there, into blocks that must stay, until its end
+                files.give_back(slot, 0, (files.reach.item(slot) or self.max_timesteps + 1) - 1)
+                files.reach[slot] = 1
 
     def _refuse_spare(self, what: str, needed: int) -> NoReturn:
         _refuse_spare(self.storage.path, what, self.storage.layout.spare_slots, needed)

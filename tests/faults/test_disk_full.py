@@ -191,6 +191,46 @@ def test_steps_of_several_environments_on_a_full_disk_raise_whatever_its_blocks_
     assert on_ext4(disk, lambda tell: run_full_beside_adds(tell, disk), block) == [[True, errno.ENOSPC]]
 
 
+def run_full_beside_what_left(tell: Callable[[Any], None], disk: Path) -> None:
+    """An episode that goes on after a ring gave it up, as others are newer, on a disk that was filled since."""
+    rows = {"x": ("float64", (16,)), "terminated": "bool"}
+    buffer = ReplayBuffer(
+        disk / "buffer", 4, 4096, rows, capacity=100_000, circular=True, spare_slots=4, publish="step"
+    )
+    for number in range(620):
+        buffer.add(x=np.full((2, 16), number), terminated=[False, number >= 600])
+    until_full(tell, disk, lambda: buffer.add(x=np.zeros((2, 16)), terminated=np.zeros(2, bool)))
+
+
+def run_full_behind_a_failed_end(tell: Callable[[Any], None], disk: Path) -> None:
+    """Episodes whose end failed, and which go on, on a disk that was filled since."""
+    buffer = ReplayBuffer(disk / "buffer", 4, 4096, {"x": ("float64", (64,))}, publish="step")
+    batch = buffer.begin_batch(1)
+    for number in range(600):
+        batch.store(x=np.full((1, 64), number))
+    with system(at=1, error=errno.EIO, only=("pwrite",)), pytest.raises(OSError, match="Input/output"):
+        batch.publish()
+    until_full(tell, disk, lambda: batch.store(x=np.zeros((1, 64))))
+
+
+def until_full(tell: Callable[[Any], None], disk: Path, add: Callable[[], None]) -> None:
+    """Fill the disk, what is freed meanwhile included, and add steps until that is told."""
+    for name in ("ballast", "more", "most"):
+        fill(disk / name)
+    try:
+        for _ in range(2000):
+            add()
+    except OSError as error:
+        tell(error.errno)
+
+
+@pytest.mark.parametrize("run", [run_full_beside_what_left, run_full_behind_a_failed_end])
+def test_steps_that_go_on_where_space_was_given_back_raise_on_a_full_disk(tmp_path, run):
+    """publish="step": a store into a map that finds no block would kill the process."""
+    disk = tmp_path / "disk"
+    assert on_ext4(disk, lambda tell: run(tell, disk)) == [errno.ENOSPC]
+
+
 def test_creating_and_opening_on_an_almost_full_tmpfs_gives_an_error_and_no_signal(tmp_path):
     """Faults 16 and 27: a reader that touched a hole of a full tmpfs would die of SIGBUS."""
     disk = tmp_path / "disk"
