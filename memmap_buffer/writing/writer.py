@@ -492,6 +492,9 @@ class Writer:
         redo.carry_out(files, rewrites)
 
     def _meta_changed(self, slot_writer: SlotWriter, episode: Episode) -> bool:
+        """Whether meta fields must be written anew; not those of an episode that a ring gave up while it was open."""
+        if self.storage.maps.words.item(slot_writer.slot, GENERATION) & 1:
+            return False
         return any(slot_writer.meta[name].tobytes() != value.tobytes() for name, value in episode.meta.items())
 
     def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
