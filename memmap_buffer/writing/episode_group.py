@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from memmap_buffer.dtypes import TRUE, Array
+from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import MemmapBufferError, SchemaError
 from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.open_episodes import ended_statement
@@ -171,7 +171,7 @@ class EpisodeGroup(Block):
         if joint is None or not joint.is_whole or joint.remaining <= 1 or self.schema.lists:
             return False
         for name in self.schema.ends:
-            if TRUE in columns[name].astype(np.bool_, copy=False).tobytes():
+            if np.count_nonzero(columns[name]):
                 return False
         following = self._following
         self._missing, self._following = self, {}

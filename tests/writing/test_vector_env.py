@@ -231,6 +231,23 @@ def test_a_step_without_any_field_is_refused_though_all_have_a_default(tmp_path)
         assert buffer.num_added == 2
 
 
+@pytest.mark.parametrize("publish", ["episode", "step"])
+@pytest.mark.parametrize(
+    "value",
+    [np.array(2, np.uint8).view(np.bool_), *map(np.array, (np.float32("nan"), 1e-300, np.int64(-1), np.uint8(128)))],
+    ids=["bool of another byte", "nan", "tiny", "negative", "high"],
+)
+def test_whatever_is_not_0_ends_an_episode(tmp_path, publish, value):
+    """Of a bool, too: numpy takes each byte but 0 for true, such as in a view of flags of bytes."""
+    fields = {"x": "int", "terminated": value.dtype}
+    with ReplayBuffer(tmp_path, 20, 9, fields, circular=True, spare_slots=2, publish=publish) as buffer:
+        for t in range(6):
+            number = value.tobytes() if t == 3 else bytes(value.itemsize)
+            buffer.add(x=[t, t], terminated=np.frombuffer(bytes(value.itemsize) + number, value.dtype))
+        buffer.end_episodes()
+        assert sorted(len(buffer[i]["x"]) for i in range(3)) == [2, 4, 6]
+
+
 def test_without_the_next_observation_an_episode_has_no_final_one(tmp_path):
     steps = steps_of([[0], [1], [0]])
     del steps["next_observation"]
