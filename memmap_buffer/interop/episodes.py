@@ -6,8 +6,8 @@ Facts of a data set that are no field are JSON documents in the folder's `extra/
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EEXIST
 from itertools import chain, islice, pairwise
@@ -196,13 +196,20 @@ def put_when_whole(*places: Path, replace: bool = False) -> Iterator[Path]:
         for place in places:
             if (new / place.name).exists():
                 (new / place.name).replace(place.resolve())
-    except (MemmapBufferError, OSError) as error:  # which name the new folder
-        error.args = tuple(with_places(part) if isinstance(part, str) else part for part in error.args)
-        if isinstance(error, OSError) and isinstance(error.filename, str):
-            error.filename = with_places(error.filename)
+    except (MemmapBufferError, OSError) as error:
+        _reword(error, with_places)  # it names the new folder
         raise
     finally:
         rmtree(new, ignore_errors=True)
+
+
+def _reword(error: Exception, change: Callable[[str], str]) -> None:
+    """Change the texts that an error is told by."""
+    error.args = tuple(change(part) if isinstance(part, str) else part for part in error.args)
+    for name in ("strerror", "filename"):
+        if isinstance(text := getattr(error, name, None), str):
+            with suppress(AttributeError):  # PyAV's errors look for their `filename` in `args`
+                setattr(error, name, change(text))
 
 
 def ends_of(schema: Schema, episode: Mapping[str, Any], length: int) -> tuple[BoolArray, BoolArray]:

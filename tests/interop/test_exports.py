@@ -12,6 +12,7 @@ from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
+import av.error
 import gymnasium
 import h5py
 import minari
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 
 from memmap_buffer import Field, ReplayBuffer, SchemaError, StaleEpisodeError
-from memmap_buffer.adapters import exported_episodes
+from memmap_buffer.adapters import exported_episodes, put_when_whole
 from memmap_buffer.interop.lerobot_dataset import DiskLeRobotDataset
 from memmap_buffer.interop.memmap_replay_buffer import import_memmap_replay_buffer
 
@@ -310,6 +311,18 @@ def test_an_error_names_the_place_of_the_export_and_not_the_hidden_folder(
     monkeypatch.setattr("numpy.savez_compressed", full)
     with pytest.raises(OSError, match=re.escape(f"No space left on device: '{place / 'data'}'")):
         export("ogbench", ring, place)
+
+
+def test_an_error_of_the_library_that_writes_the_file_stays_and_names_the_place(place: Path) -> None:
+    path = place / "data"
+    with (
+        pytest.raises(av.error.OSError, match=re.escape(f"No space left on device: '{path}'")),
+        put_when_whole(path) as new,
+    ):
+        raise av.error.OSError(28, "No space left on device", str(new / path.name))
+    with pytest.raises(FileExistsError, match=re.escape(f"name = '{path}'")), put_when_whole(path) as new:
+        (new / path.name).touch()
+        h5py.File(new / path.name, "x")
 
 
 @pytest.mark.parametrize("name", OPTIONS)
