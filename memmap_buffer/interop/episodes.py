@@ -189,7 +189,11 @@ def put_when_whole(*places: Path, replace: bool = False) -> Iterator[Path]:
 
     require_new()
     parent.mkdir(parents=True, exist_ok=True)
-    new = Path(mkdtemp(prefix=f".{places[0].name}.", dir=parent))
+    try:
+        new = Path(mkdtemp(prefix=f".{places[0].name[:50]}.", dir=parent))  # 255 bytes at most, as UTF-8, too
+    except OSError as error:
+        error.filename = str(places[0])
+        raise
     try:
         yield new
         require_new()

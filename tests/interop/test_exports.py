@@ -325,6 +325,24 @@ def test_an_error_of_the_library_that_writes_the_file_stays_and_names_the_place(
         h5py.File(new / path.name, "x")
 
 
+def test_a_place_may_have_a_name_as_long_as_the_system_allows(place: Path) -> None:
+    for name in ("x" * 255, "\N{GRINNING FACE}" * 63):
+        with put_when_whole(place / name) as new:
+            (new / name).mkdir()
+    assert len([*place.iterdir()]) == 2
+
+
+def test_an_error_names_the_place_also_where_no_folder_can_be_made(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: str, mode: int) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("tempfile._os.mkdir", denied)
+    with pytest.raises(PermissionError, match=re.escape(f"'{place / 'data'}'")), put_when_whole(place / "data"):
+        pass
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_export_that_is_killed_leaves_nothing_that_looks_like_all_of_it(
     ring: ReplayBuffer, place: Path, name: str
