@@ -28,7 +28,7 @@ from memmap_buffer.format.records import FINAL
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.weights import NumberedFolder
 from memmap_buffer.progress import progress
-from memmap_buffer.schema import Schema, flatten, nest
+from memmap_buffer.schema import Schema, flatten
 from memmap_buffer.views.anchors import BoolArray
 
 log = logging.getLogger("memmap_buffer")
@@ -156,14 +156,14 @@ class Normalize:
 
     def _each(self, batch: dict[str, Any], change: Callable[..., Any], *, keep_padding: bool) -> dict[str, Any]:
         """A copy of a batch in which `change`(x, shift, scale) replaces each field, its `next_` and its `seq_`."""
-        values = flatten(batch)
-        out = dict(values)
+        values, out = flatten(batch), batch
         for name, (shift, scale) in self.scales.items():
             for prefix in ("", "next_", "seq_"):
                 if (key := prefix + name) in values:
-                    changed = _computed(values[key], shift, scale, change)
-                    out[key] = _with_zeros(values, prefix, name, np.ndim(shift), changed) if keep_padding else changed
-        return nest(out)
+                    new = _computed(values[key], shift, scale, change)
+                    new = _with_zeros(values, prefix, name, np.ndim(shift), new) if keep_padding else new
+                    out = _replaced(out, key, new)
+        return dict(out)
 
 
 def statistics(
@@ -400,6 +400,12 @@ def _shift_and_scale(field: FieldStatistics, by: str, eps: float, add_eps: bool)
         low, high = field.quantiles[min(field.quantiles)], field.quantiles[max(field.quantiles)]
     shift, scale = (field.mean, field.std) if by == "std" else ((low + high) / 2, (high - low) / 2)
     return shift, scale + eps if add_eps else np.where(scale > eps, scale, 1.0)
+
+
+def _replaced(batch: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """A copy of a batch with another value for a dotted name; all else stays, whatever transforms have put in."""
+    key, _, rest = name.partition(".")
+    return {**batch, key: _replaced(batch[key], rest, value)} if rest and name not in batch else {**batch, name: value}
 
 
 def _with_zeros(batch: Mapping[str, Any], prefix: str, name: str, axes: int, values: Any) -> Any:

@@ -331,6 +331,15 @@ def test_it_normalises_what_was_read_of_a_field_in_every_view_and_back_again(buf
     assert isinstance(arrays, np.ndarray) and arrays.dtype == np.float32
 
 
+def test_what_another_transform_has_put_into_a_batch_stays_as_it_is(buffer):
+    normalize, batch = buffer.statistics().normalize("observation.x"), buffer.sample(8, n_steps=2, seed=1)
+    more = {"policy.0": torch.ones(8), "info": {}, "nested": {"a.b": 1, "c": {}}, 7: "seven"}
+    for change in (normalize, normalize.inverse):
+        out = change(batch | more)
+        assert list(out) == [*batch, *more] and {key: out[key] for key in more} == more
+        assert not torch.equal(out["observation"]["x"], batch["observation"]["x"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int64"])
 def test_a_large_mean_leaves_no_bias(tmp_path, dtype):
     """It is computed in float64, and rounded once to the floats of the field."""
