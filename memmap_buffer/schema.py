@@ -285,14 +285,12 @@ class Schema:
     @cached_property
     def defaults(self) -> dict[str, Array]:
         """Name -> default, for the fields that a step may leave out. Read-only: all steps share the arrays."""
-        defaults = {n: decode(field.fill, field.dtype) for n, field in self.fields.items() if field.default is not None}
-        return {name: np.broadcast_to(value, value.shape) for name, value in defaults.items()}
+        return {name: _entry(field) for name, field in self.fields.items() if field.default is not None}
 
     @cached_property
     def zeros(self) -> dict[str, Array]:
         """Name -> an entry of zeros, or an empty list, for the fields without a default. Read-only, as `defaults`."""
-        zeros = {n: decode(field.fill, field.dtype) for n, field in self.fields.items() if field.default is None}
-        return {name: np.broadcast_to(value, value.shape) for name, value in zeros.items()}
+        return {name: _entry(field) for name, field in self.fields.items() if field.default is None}
 
     @cached_property
     def terminated(self) -> str | None:
@@ -594,6 +592,12 @@ def _example(step: Mapping[str, Any]) -> dict[str, Field]:
             spec = "float"
         fields[name] = _parse_field("field", name, (spec, array.shape))
     return fields
+
+
+def _entry(field: Field) -> Array:
+    """The entry of a field that was left out, as it is read; read-only."""
+    value = decode(field.fill, field.dtype)
+    return np.broadcast_to(value, value.shape)
 
 
 def _check_names(names: list[str]) -> None:

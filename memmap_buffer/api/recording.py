@@ -262,8 +262,7 @@ class Recording(Editing):
             if errors is not None:
                 self._errors.setdefault(priority_name, {})[episode] = [*enumerate(errors.tolist())]
                 self._settle_errors()
-            if self._publisher is not None:
-                self._finish_shard_if_due()
+            self._finish_shard_if_due()
 
     def advance_episode(self) -> None:
         """Publish the episode that `begin_episode` opened, and open the next one if there is room for it.

@@ -58,7 +58,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         Problem: `target` exists.
     """
     require_new(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
     with put_when_whole(target, replace=True) as new:  # an empty folder, at most
         (new / target.name).mkdir()
         yield new / target.name

@@ -231,9 +231,8 @@ class BatchBuilder:
         start, stop = halves[:, START].astype(np.int64), halves[:, STOP].astype(np.int64)
         count = stop - start
         before = count.cumsum() - count
-        before -= before.take(
-            item.searchsorted(item)
-        )  # the steps of the same item's following episodes before this one
+        # The steps of the same item's following episodes before this one.
+        before -= before.take(item.searchsorted(item))
         own = np.maximum(self.length - self.t, 0)  # 0: the episode left meanwhile, and the item is drawn again
         lead = np.minimum(own.take(item) + before, steps)
         end = np.minimum(lead + count, steps)
