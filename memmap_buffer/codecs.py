@@ -64,25 +64,17 @@ class Zstd:
         Returns:
             N blobs.
         """
-        key = ("compress", self.level, None if dictionary is None else dictionary.ctypes.data)
-        compressor = _kept(key, dictionary, lambda: self._compressor(dictionary))
+        compressor = _kept(("compress", self.level), dictionary, self._compressor)
         each = list(np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8))
         if len(each) < SEVERAL or "multi_compress_to_buffer" not in _zstandard().backend_features:
             return [compressor.compress(row) for row in each]
         return [blob.tobytes() for blob in compressor.multi_compress_to_buffer(each)]
 
-    def _compressor(self, dictionary: Array | None) -> Any:
-        content = self._dictionary(dictionary)
-        if content is not None:
-            content.precompute_compress(self.level)  # once here; else each call that encodes several rows would do it
-        return _zstandard().ZstdCompressor(
-            level=self.level, dict_data=content, write_checksum=False, write_dict_id=False
-        )
-
-    def _dictionary(self, dictionary: Array | None) -> Any:
-        if dictionary is None:
-            return None
-        return _zstandard().ZstdCompressionDict(dictionary.tobytes())
+    def _compressor(self, dictionary: Any) -> Any:
+        if dictionary is not None:
+            dictionary.precompute_compress(self.level)  # once; else each call that encodes several rows would do it
+        options: dict[str, Any] = {"write_checksum": False, "write_dict_id": False}
+        return _zstandard().ZstdCompressor(level=self.level, dict_data=dictionary, **options)
 
     def decode_into(
         self, blobs: bytes, ends: IntArray, out: Array, places: IntArray, dictionary: Array | None = None
@@ -102,11 +94,10 @@ class Zstd:
             ValueError: a blob is damaged, or does not decode to the size of a row. Some rows may be written already.
         """
         zstandard, size = _zstandard(), out.itemsize * math.prod(out.shape[1:])
-        key = ("decompress", None if dictionary is None else dictionary.ctypes.data)
         flat = memoryview(out.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         cuts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
         try:
-            decompressor = _kept(key, dictionary, lambda: self._decompressor(dictionary))
+            decompressor = _kept(("decompress",), dictionary, self._decompressor)
             self._require_sizes(blobs, ends, size)
             reader = decompressor.stream_reader(blobs, read_across_frames=True)
             for first, stop in pairwise(cuts):
@@ -118,8 +109,8 @@ class Zstd:
         except zstandard.ZstdError as error:
             raise ValueError(str(error)) from None
 
-    def _decompressor(self, dictionary: Array | None) -> Any:
-        return _zstandard().ZstdDecompressor(dict_data=self._dictionary(dictionary), max_window_size=MAX_WINDOW)
+    def _decompressor(self, dictionary: Any) -> Any:
+        return _zstandard().ZstdDecompressor(dict_data=dictionary, max_window_size=MAX_WINDOW)
 
     def _require_sizes(self, blobs: bytes, ends: IntArray, size: int) -> None:
         """Raise ValueError unless the header of each blob states `size` bytes. Equal headers are parsed only once."""
@@ -264,12 +255,14 @@ def _simplejpeg() -> Any:
     return simplejpeg
 
 
-def _kept(key: Any, dictionary: Array | None, make: Callable[[], Any]) -> Any:
-    """This thread's coder for a key, made on first use. Its dictionary is kept, too: the key has its address."""
+def _kept(kind: tuple[Any, ...], dictionary: Array | None, make: Callable[[Any], Any]) -> Any:
+    """This thread's coder of a kind, made on first use. Its dictionary is kept, too: the key has its address."""
     kept: dict[Any, Any] = _local.__dict__.setdefault("kept", {})
+    key = (*kind, None if dictionary is None else dictionary.ctypes.data)
     entry = kept.get(key)
     if entry is None:
         if len(kept) > 64:
             kept.clear()
-        entry = kept[key] = make(), dictionary
+        content = None if dictionary is None else _zstandard().ZstdCompressionDict(dictionary.tobytes())
+        entry = kept[key] = make(content), dictionary
     return entry[0]

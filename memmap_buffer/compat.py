@@ -77,9 +77,7 @@ def can_sample(buffer: ReplayBuffer | ConcatBuffer, *, min_steps: int = 1, min_e
     """
     check_count("min_steps", min_steps, 0)
     check_count("min_episodes", min_episodes, 0)
-    steps, episodes, capacity = buffer.num_steps, buffer.num_episodes, getattr(buffer, "capacity", None)
-    full = episodes >= buffer.max_episodes or (capacity is not None and steps >= capacity)
-    return full or (steps >= min_steps and episodes >= min_episodes)
+    return is_full(buffer) or (buffer.num_steps >= min_steps and buffer.num_episodes >= min_episodes)
 
 
 class DeclaringBuffer(AbstractContextManager["DeclaringBuffer"]):
@@ -191,13 +189,14 @@ def is_empty(buffer: ReplayBuffer | ConcatBuffer) -> bool:
     return buffer.num_steps == 0
 
 
-def is_full(buffer: ReplayBuffer) -> bool:
+def is_full(buffer: ReplayBuffer | ConcatBuffer) -> bool:
     """Whether the next timestep (with a `capacity`) or the next episode overwrites the oldest one, or does not fit.
 
     Args:
         buffer: the buffer.
     """
-    if buffer.capacity is not None and buffer.num_steps >= buffer.capacity:
+    capacity = getattr(buffer, "capacity", None)  # a `ConcatBuffer` has none
+    if capacity is not None and buffer.num_steps >= capacity:
         return True
     trimmed = buffer.num_steps > buffer.episode_lens.sum()  # the oldest is trimmed: `episode_lens` lacks it
     return bool(buffer.num_episodes + trimmed >= buffer.max_episodes)

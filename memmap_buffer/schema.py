@@ -79,14 +79,13 @@ class Field:
         return decode(stored, self.dtype).tolist()
 
     def _parse_codec(self, spec: Any) -> Any:
-        codec = parse_codec(spec)
-        if codec is not None:
-            if self.storage.kind == "U" or not 0 < self.itemsize <= MAX_BLOB:
-                raise SchemaError(
-                    f"codec: got {spec!r} for a field of {self.dtype} {self.shape}, expected a field of numbers, of at "
-                    f"most {MAX_BLOB:,} bytes a timestep; leave the codec out"
-                )
-            codec.require_fits(self.dtype, self.shape)
+        codec: Any = parse_codec(spec)
+        if self.storage.kind == "U" or not 0 < self.itemsize <= MAX_BLOB:
+            raise SchemaError(
+                f"codec: got {spec!r} for a field of {self.dtype} {self.shape}, expected a field of numbers, of at "
+                f"most {MAX_BLOB:,} bytes a timestep; leave the codec out"
+            )
+        codec.require_fits(self.dtype, self.shape)
         return codec
 
     @classmethod
@@ -377,10 +376,10 @@ class Schema:
         Args:
             values: nested dicts of values; a tuple stands for `item0`, `item1`, …
         """
-        fields = self.all
-        if values.keys() <= fields.keys():
+        fields = self.all.keys()
+        if values.keys() <= fields:
             return dict(values)
-        flat = dict(_flatten(values, "", lambda name: name in fields))
+        flat = dict(_leaves(values, fields=fields))
         for name in self.lists:
             if name in flat and LENGTHS + name in flat:
                 flat[name] = _without_padding(name, flat[name], flat.pop(LENGTHS + name))
@@ -413,9 +412,9 @@ class Schema:
             raise SchemaError(f"{kind} {name!r}{where}: {error}{hint}", field=name) from None
         return columns
 
-    def encode(self, name: str, value: Any, lead: int, where: str = "", hint: str = "") -> Array:
+    def encode(self, name: str, value: Any, lead: int, where: str = "") -> Array:
         """The values of a field as stored, (*lead dimensions, *field); arguments and errors as of `encode_all`."""
-        return self.encode_all({name: self.all[name]}, {name: value}, lead, where, hint)[name]
+        return self.encode_all({name: self.all[name]}, {name: value}, lead, where)[name]
 
     def require(self, names: Iterable[str], where: str, among: Collection[str] | None = None) -> tuple[str, ...]:
         """The names of fields, with groups expanded to their fields.
@@ -558,31 +557,27 @@ def _of_space(declaration: Any) -> str:
     )
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """(dotted name, value) of nested dicts, in which a dotted name may come twice; a tuple is a value, not a group."""
-    out: list[tuple[str, Any]] = []
-    for name, spec in tree.items():
-        full = f"{prefix}{name}"
-        out += _leaves(spec, f"{full}.") if isinstance(spec, Mapping) else [(full, spec)]
-    return out
+def _leaves(tree: Mapping[str, Any], prefix: str = "", fields: Collection[str] | None = None) -> list[tuple[str, Any]]:
+    """(dotted name, value) of nested dicts, in which a dotted name may come twice.
 
-
-def _flatten(tree: Mapping[str, Any], prefix: str, is_field: Any) -> list[tuple[str, Any]]:
+    Args:
+        tree: nested dicts.
+        prefix: stands before all names.
+        fields: the names whose values are no groups; a tuple is a group, too. None: there are none, and it is a value.
+    """
     out: list[tuple[str, Any]] = []
     for name, value in tree.items():
         full = f"{prefix}{name}"
-        if not is_field(full) and isinstance(value, Mapping):
-            out += _flatten(value, f"{full}.", is_field)
-        elif not is_field(full) and isinstance(value, tuple):
-            out += _flatten({f"item{i}": item for i, item in enumerate(value)}, f"{full}.", is_field)
-        else:
-            out.append((full, value))
+        if fields is not None and full not in fields and isinstance(value, tuple):
+            value = {f"item{i}": item for i, item in enumerate(value)}
+        is_group = isinstance(value, Mapping) and (fields is None or full not in fields)
+        out += _leaves(value, f"{full}.", fields) if is_group else [(full, value)]
     return out
 
 
 def _example(step: Mapping[str, Any]) -> dict[str, Field]:
     fields = {}
-    for name, value in _flatten(step, "", lambda _: False):
+    for name, value in _leaves(step, fields=()):
         array = to_numpy(value)
         source = getattr(value, "dtype", array.dtype)
         spec: Any = str(source) if str(source).startswith("torch.") else array.dtype

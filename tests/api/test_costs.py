@@ -125,7 +125,7 @@ def test_a_step_with_a_group_and_without_what_has_a_default(make: Callable[..., 
     fields = {**FIELDS, "observation": {"state": FIELDS["observation"]}, "label": ("int", (), 0)}
     buffer = make(publish="step", capacity=400, spare_slots=8, fields=fields)
     ring(buffer, given | grouped)
-    require(buffer, lambda: buffer.add(**given, **grouped), calls=40)
+    require(buffer, lambda: buffer.add(**given, **grouped), calls=25)
 
 
 @pytest.mark.parametrize(("publish", "calls"), [("step", 20), ("episode", 10)])
