@@ -450,11 +450,7 @@ def _ranges(state: Any) -> IntArray:
             raise ValueError(f"episodes: got {state[:40]!r}…, which is cut short")
         apart = np.frombuffer(data, np.uint8).reshape(8, -1).T.copy().view("<i8")
         pairs = np.cumsum(apart, dtype=np.int64).reshape(-1, 2)
-    if len(pairs) and not (pairs[0, 0] >= 0 and (pairs[:, 0] <= pairs[:, 1]).all() and _apart(pairs)):
+    first, last = pairs.T
+    if len(pairs) and not (first[0] >= 0 and (first <= last).all() and (first[1:] > last[:-1]).all()):
         raise ValueError(f"episodes: got {str(state)[:40]}…, expected ascending ranges of serials")
     return pairs
-
-
-def _apart(pairs: IntArray) -> bool:
-    """Whether each range begins behind the end of the one before."""
-    return bool((pairs[1:, 0] > pairs[:-1, 1]).all())

@@ -86,7 +86,7 @@ class NewItems:
         seen[_STOP, slot[~is_known]] = first[~is_known]
         seen[_PLACE, slot[~is_known]] = np.maximum(-first[~is_known], 0)  # padding in front counts
         if streams is not None and self._begun:
-            self._place(seen, np.flatnonzero(~is_known), runs, streams)
+            _place(seen, runs.where(np.flatnonzero(~is_known)), streams)
         seen[_SERIAL, slot] = runs.serial
         last = first + (runs.count - 1) * stride
         last = last if runs.last is None else np.minimum(last, runs.last)
@@ -120,12 +120,11 @@ class NewItems:
             self._seen[folder] = seen
         return seen
 
-    @staticmethod
-    def _place(seen: IntArray, chosen: IntArray, runs: Runs, streams: Streams) -> None:
-        """Find how many timesteps the streams of some runs had before these, one behind the other."""
-        for slot, serial, before, its_serial, its_stop in zip(
-            runs.slot[chosen].tolist(), runs.serial[chosen].tolist(), *streams.before(runs.slot[chosen]), strict=True
-        ):
-            if before < seen.shape[1] and seen.item(_SERIAL, before) == its_serial >= 0:
-                seen[_PLACE, slot] = seen.item(_PLACE, before) + its_stop
-            seen[_SERIAL, slot] = serial
+
+def _place(seen: IntArray, runs: Runs, streams: Streams) -> None:
+    """Find how many timesteps the streams of some runs had before these, one behind the other."""
+    places = zip(runs.slot.tolist(), runs.serial.tolist(), *streams.before(runs.slot), strict=True)
+    for slot, serial, before, its_serial, its_stop in places:
+        if before < seen.shape[1] and seen.item(_SERIAL, before) == its_serial >= 0:
+            seen[_PLACE, slot] = seen.item(_PLACE, before) + its_stop
+        seen[_SERIAL, slot] = serial

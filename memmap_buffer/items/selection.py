@@ -65,7 +65,6 @@ class Selection:
         split_seed: it chooses which episodes each part gets.
         random: whether each item needs random numbers (`Anchors.chance`).
         mixes: whether an item holds rows of other items of its batch, so that batches cannot be read together.
-        members: number of a folder -> the serials of its episodes in the part; set where `split` counts episodes.
     """
 
     view: View
@@ -80,7 +79,6 @@ class Selection:
     weight_by: WeightBy | None = None
     random: bool = False
     mixes: bool = False
-    members: Mapping[int, IntArray] | None = None
 
     def check(self, schema: Schema) -> None:
         """Raise SchemaError: a name is not declared, or an option has a value that makes no sense."""
@@ -159,10 +157,8 @@ class Selection:
                 are taken from it.
         """
         numbered = folders.by_number(folders.tables if tables is None else tables)
-        if _counts(self.split):
-            return replace(self, split=None, members=self._members(numbered)).index(folders, tables)
         streams = None
-        if self.top_k is not None or self.view.continues:  # the anchors of an episode depend on other episodes
+        if self.compares:
             slots = self.slots(numbered)
             parts = [self._cut(*folder[1:], chosen) for folder, chosen in zip(numbered, slots, strict=True)]
             if self.view.continues:
@@ -194,9 +190,10 @@ class Selection:
 
     def slots(self, numbered: Sequence[NumberedFolder]) -> list[IntArray]:
         """The slots whose episodes pass the filters, for each folder."""
-        if _counts(self.split):
-            return replace(self, split=None, members=self._members(numbered)).slots(numbered)
         slots = [self._passing(*folder, folder[-1].visible) for folder in numbered]
+        if _counts(self.split):
+            serials = zip(numbered, slots, self._members(numbered), strict=True)
+            slots = [chosen[np.isin(table.serial[chosen], members)] for (*_, table), chosen, members in serials]
         return slots if self.top_k is None else _highest(numbered, slots, *self.top_k)
 
     def _streams(self, numbered: Sequence[NumberedFolder], slots: Sequence[IntArray]) -> dict[int, Streams]:
@@ -219,11 +216,15 @@ class Selection:
         names = None if name is None or not len(unknown) else episode_column(storage, table, name, unknown)
         return streams.take_in(table, hidden, shown, unknown, names)
 
+    @property
+    def compares(self) -> bool:
+        """Whether the anchors of an episode depend on which other episodes there are."""
+        return self.top_k is not None or bool(self.view.continues) or _counts(self.split)
+
     @cached_property
     def by_episode(self) -> bool:
         """Whether the anchors of an episode depend on that episode alone, so that `runs_of` finds them."""
-        follows = self.top_k or self.weight_by or self.has_callables or self.view.continues or _counts(self.split)
-        return not follows and self.mark is None
+        return not (self.compares or self.weight_by or self.has_callables) and self.mark is None
 
     @property
     def in_streams(self) -> bool:
@@ -233,8 +234,7 @@ class Selection:
     @property
     def takes_every_episode(self) -> bool:
         """Whether no option can leave out an episode."""
-        narrowed = self.filter_meta or self.mark is not None or self.split is not None or self.members is not None
-        return self.min_episode_len <= 1 and not narrowed
+        return self.min_episode_len <= 1 and not self.filter_meta and self.mark is None and self.split is None
 
     def by_steps(self, schema: Schema) -> bool:
         """Whether a step that is appended or dropped adds or removes one anchor of its episode, and no more changes."""
@@ -242,7 +242,7 @@ class Selection:
         return self.view.one_per_step and self.takes_every_episode and (ends.recorded or ends.terminated is None)
 
     def runs_of(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
-        """The runs of visible slots of a folder; right only where `by_episode` is true."""
+        """The runs of visible slots of a folder, by their episodes alone; right where `by_episode` is true."""
         return self._cut(storage, table, self._passing(number, storage, table, slots))
 
     def _runs(
@@ -255,18 +255,18 @@ class Selection:
     ) -> Runs:
         """The runs of a folder, oldest episode first. Unchanged episodes keep their `runs`, of the table `before`."""
         if before is None or runs is None or len(before.check) != len(table.check):
-            return self._cut(storage, table, self._passing(number, storage, table, table.visible))
+            return self.runs_of(number, storage, table, table.visible)
         if table is before:
             return runs
         changed = (table.check != before.check) | (table.shown != before.shown)
         changed |= (table.start != before.start) | (table.length != before.length)
-        slots = self._passing(number, storage, table, table.visible[changed.take(table.visible)])
+        new = self.runs_of(number, storage, table, table.visible[changed.take(table.visible)])
         stay = np.flatnonzero(~changed.take(runs.slot))
         # Usually the oldest episodes leave and the newest grow: then the runs that stay are a slice, which is a view.
         between = len(stay) > 0 and stay[-1] - stay[0] == len(stay) - 1
         kept = runs.where(slice(stay[0], stay[-1] + 1) if between else stay)
-        runs = Runs.joined([kept, self._cut(storage, table, slots)])
-        in_order = not len(slots) or not len(stay) or kept.serial[-1] < table.serial[slots[0]]
+        runs = Runs.joined([kept, new])
+        in_order = not len(new.slot) or not len(stay) or kept.serial[-1] < new.serial[0]
         return runs if in_order else runs.where(np.argsort(runs.serial, kind="stable"))
 
     def _passing(self, number: int, storage: Storage, table: EpisodeTable, slots: IntArray) -> IntArray:
@@ -280,10 +280,8 @@ class Selection:
             keep &= matches(episode_column(storage, table, name, slots), condition, name)
         if self.mark is not None:
             keep &= self.mark.keep(storage, table.serial[slots])
-        if self.split is not None:
+        if self.split is not None and not _counts(self.split):
             keep &= self._in_part(table.serial[slots], number)
-        if self.members is not None:
-            keep &= np.isin(table.serial[slots], self.members[number])
         return slots if keep.all() else slots[keep]
 
     def _cut(self, storage: Storage, table: EpisodeTable, slots: IntArray) -> Runs:
@@ -325,8 +323,8 @@ class Selection:
         u = (rank[place, serial % block] + 0.5) / block
         return np.asarray((u >= edges[start]) & (u < edges[start + 1]))
 
-    def _members(self, numbered: Sequence[NumberedFolder]) -> dict[int, IntArray]:
-        """Number of a folder -> the serials in the part, where the split counts episodes."""
+    def _members(self, numbered: Sequence[NumberedFolder]) -> list[IntArray]:
+        """The serials in the part, for each folder, where the split counts episodes."""
         edges, start = self._edges()
         serials = [table.serial[table.visible] for *_, table in numbered]
         numbers = np.repeat([number for number, *_ in numbered], [len(part) for part in serials])
@@ -336,7 +334,7 @@ class Selection:
             raise NotEnoughDataError(f"{numbered[0][1].path}: {text}, or fractions", episodes=len(every))
         chance = [self._chance(part, number) for (number, *_), part in zip(numbered, serials, strict=True)]
         order = np.argsort(np.concatenate(chance)[:count], kind="stable")[int(edges[start]) : int(edges[start + 1])]
-        return {number: every[order[numbers[order] == number]] for number, *_ in numbered}
+        return [every[order[numbers[order] == number]] for number, *_ in numbered]
 
     def _edges(self) -> tuple[FloatArray, int]:
         """(the cumulative shares, from 0 to the sum of all; i: the part is from edge i to edge i + 1)."""

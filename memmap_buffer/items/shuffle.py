@@ -20,9 +20,8 @@ from memmap_buffer.views.anchors import GOLDEN, splitmix
 ROUNDS = 6  # of the Feistel network
 FEW = 512  # items: up to so many are sorted, which is as fast; of so few the network favours some orders
 BLOCKS = 64  # blocks in a window: so many places are mixed, and each is read in one go
-HEADS = (
-    8  # the first window begins with the first 1 / HEADS of each of its blocks: less to fetch before the first batch
-)
+# The first window begins with the first 1 / HEADS of each of its blocks: there is less to fetch before the first batch.
+HEADS = 8
 U64 = np.uint64
 
 
