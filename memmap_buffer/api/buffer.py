@@ -1,7 +1,7 @@
 """`ReplayBuffer`: one folder of episodes, opened or created, to write, read and change.
 
-Its methods are in three base classes: `Recording` (writing), `Editing` (changing) and `Readable` (reading). Here are
-the ways to open a folder, the end of its use, and, for `publish_to`, the switch from one shard to the next.
+Its methods are in a row of base classes: `Readable` (reading), on it `Recording` (writing), on it `Editing` (changing).
+Here are the ways to open a folder, and the end of its use.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from memmap_buffer.api.collector import Collector
-from memmap_buffer.api.reading import Readable
-from memmap_buffer.api.recording import Recording
-from memmap_buffer.choices import QUANTILES, Checksum, Durability, Publish, Shard, Stage, Verify, check_choice
-from memmap_buffer.dtypes import FloatArray
-from memmap_buffer.errors import BufferLockedError, MemmapBufferError, ReadOnlyError, SchemaError, SchemaMismatchError
+from memmap_buffer.api.editing import Editing
+from memmap_buffer.choices import Checksum, Durability, Publish, Shard, Stage, Verify, check_choice
+from memmap_buffer.errors import MemmapBufferError, ReadOnlyError, SchemaError, SchemaMismatchError
 from memmap_buffer.format import creation
-from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.format.folder import UPDATE, Folder
+from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import FEWEST_SPARE_SLOTS, ArrayFile, Layout, spare_slots_of
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.shards import require_new_place, take_free, tell_readers
@@ -36,16 +33,13 @@ from memmap_buffer.writing.writer import WriteOptions, Writer
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from typing_extensions import Self, Unpack
-
-    from memmap_buffer.loading.options import EpisodeOptions
-    from memmap_buffer.maintenance.statistics import Statistics
+    from typing_extensions import Self
 
 
 WITHOUT_A_TIME_LIMIT = 1000  # `max_timesteps` where no limit is known: longer episodes are continued in the next one
 
 
-class ReplayBuffer(Recording, Readable):
+class ReplayBuffer(Editing):
     """A folder of episodes, one memory-mapped array per field.
 
     An existing folder with the same schema is opened and keeps its episodes. The writer's lock is taken by creating, by
@@ -291,99 +285,31 @@ class ReplayBuffer(Recording, Readable):
             ImportError: Gymnasium is not installed.
             SchemaError: a space has no fixed size, there is no time limit, or `dtype` is of no floating-point numbers.
         """
-        from memmap_buffer.environments import (
-            count_of,
-            max_steps_of,
-            resets_at_once,
-            resets_by_a_step,
-            schema_of,
-            spaces_of,
-        )
+        from memmap_buffer import environments
 
-        all_fields = {**schema_of(*spaces_of(env), codec, dtype), **declared("fields", fields or {})}
-        limit = max_timesteps or max_steps_of(env) or (None if capacity is None else WITHOUT_A_TIME_LIMIT)
+        own = environments.schema_of(*environments.spaces_of(env), codec, dtype)
+        all_fields = {**own, **declared("fields", fields or {})}
+        limit = max_timesteps or environments.max_steps_of(env) or (None if capacity is None else WITHOUT_A_TIME_LIMIT)
         if limit is None:
             raise SchemaError("max_timesteps: got None, and the environment has no time limit; pass max_timesteps=…")
         publish = publish or ("episode" if capacity is None else "step")
         in_place, circular = publish == "step" or options.get("stage") == "disk", options.get("circular")
         if spare_slots is None and in_place and (capacity is not None if circular is None else circular):
             usual = 1 if capacity is None else spare_slots_of(Schema(all_fields), limit, capacity)
-            spare_slots = count_of(env) if count_of(env) > usual else None
+            count = environments.count_of(env)
+            spare_slots = count if count > usual else None
         options.update(capacity=capacity, spare_slots=spare_slots, publish=publish)
-        options.setdefault("skips_resets", resets_by_a_step(env))
+        options.setdefault("skips_resets", environments.resets_by_a_step(env))
         buffer = cls(folder, max_episodes, limit, all_fields, **options)
-        buffer._resets_at_once = resets_at_once(env)
+        buffer._resets_at_once = environments.resets_at_once(env)
         return buffer
 
     def _setup(self, writer: Writer, skips_resets: bool | None = None) -> None:
         """Begin with the folder of this writer; the common end of all constructors."""
         super().__init__(Folders([writer.storage]))
+        self._forbids_marks = writer.storage.read_only
         self._skips_resets = writer.storage.layout.skips_resets if skips_resets is None else skips_resets
         self._begin(writer)
-
-    def _begin(self, writer: Writer) -> None:
-        """Write by this writer from now on. An update that a dead writer left half done is completed."""
-        self._record_to(writer)
-        if writer.lock.is_held:
-            writer.begin()  # the lock was taken to create the folder: this is its writer from the start
-        if not self.read_only and writer.storage.folder.exists(UPDATE):
-            with suppress(BufferLockedError):  # the writer of the update is alive, and completes it
-                writer.begin()
-                writer.storage.check_always()
-
-    def _own_priorities(self, name: str) -> None:
-        self._named(name)
-
-    def _give_errors(self, name: str, indices: IntArray, td_errors: FloatArray) -> int:
-        return self.update_priorities(indices, td_errors, name=name)
-
-    def _settled(self) -> Folders:
-        with self._turn:
-            return self._folders
-
-    def _reopen(self) -> None:
-        verify, how = self._storage.verify, self._writer.how
-        before, opened = self._writer, Storage.open(self._storage.folder, verify=verify)
-        self._read_from(Folders([opened]))
-        self._begin(Writer(opened, before.lock, how))
-        before.detach()
-
-    # Shards that are published when they are full (`publish_to`)
-
-    def _finish_shard(self) -> None:
-        assert self._publisher is not None
-        with self._turn:
-            before = self._writer
-            before.begin()  # raises if this object may not write any more
-            if self._stream is not None:
-                self._stream.complete()
-            before.commit_pending()
-            self._settle_errors()  # of all episodes that were published in this shard
-            priorities = self._priorities
-            layout, reserve = self._storage.layout, bool(self._storage.state("reserved"))
-            self._switch = before, self._publisher.new_shard(layout, before.how, self._storage.verify, reserve)
-            self._switch_shards()
-            for old_priorities in priorities.values():
-                with suppress(OSError):  # such as a full disk: nothing is drawn by these priorities any more
-                    old_priorities.close()
-
-    def _switch_shards(self) -> None:
-        """Complete the switch that `_finish_shard` prepared. No line of it fails.
-
-        After an interruption `_turn` calls it again, and it begins again from the first line.
-        """
-        assert self._publisher is not None
-        with self._publisher.turn:
-            if self._switch is None:
-                return
-            before, writer = self._switch
-            before.move_episodes(writer)
-            if self._stream is not None:
-                self._stream.go_on_with(writer)
-            self._storage, self._writer, self._priorities = writer.storage, writer, {}
-            self._read_from(Folders([writer.storage]))
-            self._publisher.add(before)
-            self._switch = None
 
     def _begin_timer(self) -> None:
         """Start the timer of `publish_every`, which calls `_on_time`."""
@@ -391,12 +317,8 @@ class ReplayBuffer(Recording, Readable):
         self._publisher.begin_timer(partial(_on_time, weakref.ref(self)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (
-            type(self),
-            self.folder,
-            self._storage.read_only,
-            {**asdict(self._writer.how), "verify": self._storage.verify},
-        )
+        how = {**asdict(self._writer.how), "verify": self._storage.verify}
+        return partial(type(self).from_folder, self.folder, self._storage.read_only, **how), ()
 
     def __repr__(self) -> str:
         table, layout = self._storage.refresh(), self._storage.layout
@@ -424,10 +346,6 @@ class ReplayBuffer(Recording, Readable):
         return self._storage.read_only or not self._storage.layout.writable
 
     @property
-    def _forbids_marks(self) -> bool:
-        return self._storage.read_only
-
-    @property
     def circular(self) -> bool:
         """Whether publishing into a full buffer retires the oldest episode."""
         return self._storage.layout.circular
@@ -441,35 +359,6 @@ class ReplayBuffer(Recording, Readable):
     def spare_slots(self) -> int:
         """The slots beyond `max_episodes`: the most episodes that may be written in place at a time."""
         return self._storage.layout.spare_slots
-
-    def statistics(
-        self,
-        names: Sequence[str] | None = None,
-        quantiles: Sequence[float] = QUANTILES,
-        *,
-        seed: int = 0,
-        **options: Unpack[EpisodeOptions],
-    ) -> Statistics:
-        """Count, mean, standard deviation, extremes and quantiles of fields, over the visible episodes.
-
-        The writer keeps the statistics of all episodes in the folder; they are computed again when something visible
-        has changed.
-
-        Args:
-            names: the fields; default: all fields of numbers.
-            quantiles: numbers between 0 and 1; `rank_error` of each field says how exact they are.
-            seed: the seed of the samples from which quantiles are taken.
-            options: those of `EpisodeOptions`: which episodes, such as split={"train": 0.9, "val": 0.1}, part="train".
-
-        Raises:
-            NotEnoughDataError: there are no episodes.
-            SchemaError: a field is unknown, a quantile is not between 0 and 1, or an option does not choose episodes.
-        """
-        from memmap_buffer.maintenance.statistics import kept_statistics, statistics
-
-        if options:
-            return statistics(self._chosen(options), names, quantiles, seed=seed)
-        return kept_statistics(self._storage, names, quantiles, seed=seed, may_keep=lambda: self._writer.holds)
 
     def create_collector(
         self,
@@ -512,7 +401,7 @@ class ReplayBuffer(Recording, Readable):
         Raises:
             OSError: the disk reports an error; the published episodes stay visible.
         """
-        with self._turn:
+        with self.turn:
             self._writer.flush()
             self._settle_errors()
             if self._publisher is not None:
@@ -527,14 +416,15 @@ class ReplayBuffer(Recording, Readable):
                 machine, and another call of `close` tries again.
             BufferLockedError: the same, because another process has held such a shard for a minute.
         """
-        with self._turn:
+        with self.turn:
             try:
                 if self._writer.holds:
                     self.end_episodes()
                     if any(self._errors.values()):  # TD errors of episodes that `sync_every` holds back
                         self._writer.flush()
                         self._settle_errors()
-                self._close_priorities()
+                while self._priorities:
+                    self._priorities.popitem()[1].close()
             finally:
                 self._writer.close()
         if self._publisher is not None:
@@ -553,7 +443,7 @@ def _on_time(reference: weakref.ref[ReplayBuffer]) -> None:
     """The call of the timer. It has a weak reference, so that it does not keep the buffer alive."""
     buffer = reference()
     if buffer is not None and buffer._publisher is not None:
-        with buffer._turn:
+        with buffer.turn:
             if buffer._writer.holds:
                 buffer._finish_shard_if_due()
                 buffer._publisher.begin()  # publishes shards that failed before, too
@@ -612,8 +502,3 @@ def _create(folder: Folder, lock: WriterLock, layout: Layout, overwrite: bool, r
     except BaseException:
         lock.release()
         raise
-
-
-def _reopen(kind: type[ReplayBuffer], folder: Path, read_only: bool, how: dict[str, Any]) -> ReplayBuffer:
-    """The buffer that another process pickled."""
-    return kind.from_folder(folder, read_only, **how)

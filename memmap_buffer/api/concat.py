@@ -10,14 +10,14 @@ from itertools import compress
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import numpy as np
 
 from memmap_buffer.api.buffer import ReplayBuffer
 from memmap_buffer.api.reading import Readable
-from memmap_buffer.choices import QUANTILES, OnDamaged
+from memmap_buffer.choices import OnDamaged
 from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.format.folder import Folder, folders_in
 from memmap_buffer.format.shards import Shards, is_read_by_number, is_whole
@@ -25,12 +25,6 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.new_values import steps_and_values
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from memmap_buffer.loading.options import EpisodeOptions
-    from memmap_buffer.maintenance.statistics import Statistics
 
 
 class ConcatBuffer(Readable):
@@ -138,10 +132,7 @@ class ConcatBuffer(Readable):
         else:
             buffer = cls.__new__(cls)
             Readable.__init__(buffer, Folders((), shards, fields))
-        columns = [*buffer.schema.meta_fields, "episode_lens"]
-        for name in names:
-            if name not in columns:
-                raise buffer.schema.unknown(name, "filter_shards", columns)
+        buffer.schema.require_fields(names, "filter_shards", [*buffer.schema.meta_fields, "episode_lens"])
         return buffer
 
     @classmethod
@@ -199,26 +190,6 @@ class ConcatBuffer(Readable):
         return [
             (n, storage) for n, storage, _ in self._folders.by_number(self._folders.tables) if not storage.withdrawn
         ]
-
-    def statistics(
-        self,
-        names: Sequence[str] | None = None,
-        quantiles: Sequence[float] = QUANTILES,
-        *,
-        seed: int = 0,
-        **options: Unpack[EpisodeOptions],
-    ) -> Statistics:
-        """The statistics of fields, as of one buffer, over the episodes of all sources; no folder keeps them.
-
-        Args:
-            names: as for `ReplayBuffer.statistics`.
-            quantiles: as for `ReplayBuffer.statistics`.
-            seed: as for `ReplayBuffer.statistics`.
-            options: as for `ReplayBuffer.statistics`.
-        """
-        from memmap_buffer.maintenance.statistics import statistics
-
-        return statistics(self._chosen(options), names, quantiles, seed=seed, schema=self.schema)
 
     def write(self, indices: Any, **data: Any) -> int:
         """Overwrite timesteps as `ReplayBuffer.write` does, in sources that were given as open buffers.

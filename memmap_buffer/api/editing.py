@@ -1,17 +1,17 @@
 """`Editing`: the part of `ReplayBuffer` that changes published episodes and whole columns.
 
 Methods take the turn and the writer's lock, find slots, and check and encode values (`writing.new_values`). The writer
-changes episodes, `maintenance.schema_changes` columns. `Recording` inherits it.
+changes episodes, `maintenance.schema_changes` columns. `ReplayBuffer` inherits it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from memmap_buffer.api.recording import Recording
 from memmap_buffer.dtypes import Array, decode
 from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.format.episode_table import IntArray
@@ -22,6 +22,7 @@ from memmap_buffer.loading.options import selection_of_episodes
 from memmap_buffer.maintenance import schema_changes
 from memmap_buffer.progress import progress
 from memmap_buffer.schema import Field, Schema, nest
+from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing.commit import WriteHandles
 from memmap_buffer.writing.new_values import places_and_values, steps_at, steps_of_episodes, values_of
 from memmap_buffer.writing.redo import Steps
@@ -32,42 +33,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from memmap_buffer.loading.options import EpisodeOptions
-    from memmap_buffer.maintenance.publisher import Publisher
 
 Compute: TypeAlias = Callable[[dict[str, Any]], Any]
 
 
-class Editing:
+class Editing(Recording):
     """The part of `ReplayBuffer` that changes published episodes."""
-
-    _storage: Storage
-    _writer: Writer
-    _schema_changes = False  # whether a change of the schema is under way, or was interrupted
-    _publisher: Publisher | None = None  # of the shards that are recorded; only with `publish_to`
-    _switch: tuple[Writer, Writer] | None = None  # (old writer, new one) of a switch of shards that is not complete
-
-    @property
-    def turn(self) -> AbstractContextManager[Any]:
-        """A `with` block in which no other thread writes to this buffer: to read and then update, say."""
-        turn: AbstractContextManager[Any] = self._turn
-        return turn
-
-    @property
-    def _turn(self) -> Any:
-        """The lock that every method that writes holds by `with`. First it completes a change that was interrupted."""
-        if self._schema_changes and self._storage.schema_replaced:
-            self._follow_schema()  # an interruption came between the change on the disk and this call
-        if self._switch is not None:
-            self._switch_shards()
-        return self._writer.lock.turn if self._publisher is None else self._publisher.turn
-
-    def _reopen(self) -> None:
-        """Open the folder again, as its schema was changed."""
-        raise NotImplementedError
-
-    def _switch_shards(self) -> None:
-        """Complete the switch from one shard to the next, see `_switch`."""
-        raise NotImplementedError
 
     def update(self, indices: Any = None, **data: Any) -> None:
         """Overwrite data of published episodes in place; each episode changes at once or not at all.
@@ -85,7 +56,7 @@ class Editing:
         """
         if not data:
             raise SchemaError("update: no data was given; pass field=values")
-        with self._turn:
+        with self.turn:
             slots, single = self._slots_of(indices)
             self._writer.update(slots, *values_of(self._storage, slots, single, data))
 
@@ -111,7 +82,7 @@ class Editing:
             ReadOnlyError: the buffer only reads.
             OSError: the disk is full, say; the episodes before that are changed.
         """
-        with self._turn:
+        with self.turn:
             self._writer.begin()
             return self._write(indices, data, "write")
 
@@ -134,7 +105,7 @@ class Editing:
             SchemaError: there is no such field or timestep, or a value does not fit.
             EpisodeIndexError: there is no such episode; an IndexError.
         """
-        with self._turn:
+        with self.turn:
             slots, _ = self._slots_of([episode_index])
             steps = steps_at(self._storage, slots[0], timestep_index, name, datapoint)
             self._writer.update(slots, {name: [steps]}, {})
@@ -174,14 +145,14 @@ class Editing:
             raise SchemaError(
                 "set_valid: `valid` is no bool field of one value a timestep here; rename it", field=VALID
             )
-        with self._turn:
+        with self.turn:
             self._writer.begin()
             pairs, flags, num_gone = steps_of_episodes(self._storage.refresh(), indices, flag)
             return num_gone + self._write(pairs, {VALID: flags}, "set_valid")
 
     def clear(self) -> None:
         """Remove every episode; the files keep their size."""
-        with self._turn:
+        with self.turn:
             self._writer.clear()
 
     reset_ = clear
@@ -202,7 +173,7 @@ class Editing:
             StaleEpisodeError: an episode fails its checksums, or another writer removed it.
             SchemaError: both positions and options were given, or neither, or an option does not choose episodes.
         """
-        with self._turn:
+        with self.turn:
             by_position = indices is not None and not options
             self._writer.delete(self._slots_of(indices)[0] if by_position else self._slots_by(indices, options))
 
@@ -258,7 +229,7 @@ class Editing:
             SchemaError: there is no such field, or it is the last one.
             EpisodeStateError: an episode is open.
         """
-        with self._turn:
+        with self.turn:
             names = self._storage.layout.schema.require([name], "drop_field")
             self._change_schema("drop_field", lambda files: schema_changes.drop(files, names))
 
@@ -273,7 +244,7 @@ class Editing:
             SchemaError: there is no such field, or the new name is taken.
             EpisodeStateError: an episode is open.
         """
-        with self._turn:
+        with self.turn:
             members = self._storage.layout.schema.require([name], "rename_field")
             names = {old: f"{new}{old.removeprefix(name)}" for old in members}
             self._change_schema("rename_field", lambda files: schema_changes.rename(files, names))
@@ -290,7 +261,7 @@ class Editing:
             SchemaError: a computed value does not fit; the episodes before it are changed.
             EpisodeStateError: an episode is open.
         """
-        with self._turn:
+        with self.turn:
             schema = self._storage.layout.schema
             schema.require([name], "recompute", list(schema.all))
             self._writer.begin()
@@ -342,10 +313,10 @@ class Editing:
 
     def _change_schema(self, what: str, change: Callable[[WriteHandles], None]) -> None:
         """Change the schema. After an interruption this object goes on with the schema that is on the disk."""
-        with self._turn:
+        with self.turn:
             files = self._writer.begin_alone(what)
             try:
-                self._schema_changes = True
+                self._unfinished = self._follow_schema
                 change(files)
                 self._follow_schema()
             except BaseException:
@@ -354,10 +325,12 @@ class Editing:
 
     def _follow_schema(self) -> None:
         """Open the folder again if the change of its schema is on the disk."""
-        with self._writer.lock.turn:
-            if self._storage.schema_replaced:
-                self._reopen()
-            self._schema_changes = False
+        if self._storage.schema_replaced:
+            before, opened = self._writer, Storage.open(self._storage.folder, verify=self._storage.verify)
+            self._read_from(Folders([opened]))
+            self._begin(Writer(opened, before.lock, before.how))
+            before.detach()
+        self._unfinished = None
 
     def _computing(
         self, what: str, name: str, field: Field, meta: bool, compute: Compute, fields: Iterable[str] | None

@@ -29,6 +29,7 @@ class Markable:
     """The marks of `ReplayBuffer` and `ConcatBuffer`. They need no writer's lock, so a recorder may go on meanwhile."""
 
     _folders: Folders
+    _forbids_marks = False  # whether the buffer was opened with `read_only`
 
     def browse(
         self,
@@ -85,11 +86,6 @@ class Markable:
     def _may_mark(self, storage: Storage) -> bool:
         """Whether marks can be kept with this folder."""
         return storage.mirror is None and not self._forbids_marks
-
-    @property
-    def _forbids_marks(self) -> bool:
-        """Whether the buffer was opened with `read_only`."""
-        return False
 
     def marks(self, file: AnyPath | None = None) -> dict[Any, Mark]:
         """The marks of visible episodes.

@@ -127,8 +127,7 @@ def mixture_loader(
     members = {}
     for name, source in sources.items():
         reader = BatchReader(source.buffer._folders, {**source.options, "format": "numpy"})
-        weights_of_folders = source.buffer._weights
-        order: dict[str, Any] = {"shuffle": shuffle, "weights": weights_of_folders, "ranks": ranks}
+        order: dict[str, Any] = {"shuffle": shuffle, "weights": source.buffer._weights, "ranks": ranks}
         members[name] = OrderedSampler(reader, batch_size=1, drop_last=False, seed=seed, **order)
     readers = {name: member.reader for name, member in members.items()}
     weights = [source.weight for source in sources.values()]

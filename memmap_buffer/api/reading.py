@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar,
 import numpy as np
 
 from memmap_buffer.api.marking import Markable
-from memmap_buffer.choices import Shuffle, Tail
+from memmap_buffer.choices import QUANTILES, Shuffle, Tail
 from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, SchemaMismatchError, StaleEpisodeError
-from memmap_buffer.format.episode_table import EpisodeTable, IntArray
+from memmap_buffer.format.episode_table import IntArray
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.items.weights import NumberedFolder, published_at
 from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
@@ -37,7 +37,6 @@ from memmap_buffer.loading.prioritized import (
 )
 from memmap_buffer.loading.samplers import UniformSampler
 from memmap_buffer.pictures import Picture, picture_of, table_of
-from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.schema import LENGTHS, Schema, nest
 from memmap_buffer.views.folders import Folders
 from memmap_buffer.views.windows import Trajectory
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from memmap_buffer.loading.datasets import EpisodeDataset, EpisodeLoader
     from memmap_buffer.loading.options import ArrayBatch, BatchOptions, EpisodeOptions, LoaderOptions, TensorBatch
     from memmap_buffer.loading.prefetch import Device
+    from memmap_buffer.maintenance.statistics import Statistics
 
 MAX_KEPT = 32  # the most sets of options whose samplers, with their indexes, are kept
 P = ParamSpec("P")
@@ -84,6 +84,8 @@ class Readable(Markable):
         folders: the folders that are read.
         weights: the exact share of each folder in a batch; None: every item counts the same.
     """
+
+    _writer: Any = None  # of a `ReplayBuffer`, its `Writer`
 
     def __init__(self, folders: Folders, weights: Sequence[float] | None = None) -> None:
         self._folders = folders
@@ -133,34 +135,62 @@ class Readable(Markable):
     @property
     def episode_lens(self) -> IntArray:
         """(episodes,) int64 the number of timesteps of each episode, oldest first."""
-        return np.concatenate([table.length[table.whole] for table in self._tables()])
+        return np.concatenate([table.length[table.whole] for *_, table in self._numbered()])
 
     @property
     def serials(self) -> IntArray:
         """(episodes,) int64 the serial of each episode, a number that it keeps for ever; oldest first."""
-        return np.concatenate([table.serial[table.whole] for table in self._tables()])
+        return np.concatenate([table.serial[table.whole] for *_, table in self._numbered()])
 
     @property
-    @_retried
     def episode_times(self) -> IntArray:
         """(episodes,) int64 the time of publication of each episode, in seconds since 1970; oldest first."""
-        folders = self._folders.by_number(self._folders.refresh())
-        return np.concatenate([published_at(storage, table.whole) for _, storage, table in folders])
+        return np.concatenate([published_at(storage, table.whole) for _, storage, table in self._numbered()])
 
     @_retried
-    def _tables(self) -> list[EpisodeTable]:
-        """The episode tables as of now, by ascending numbers of the folders."""
-        return [table for _, _, table in self._folders.by_number(self._folders.refresh())]
+    def _numbered(self) -> list[NumberedFolder]:
+        """(number, folder, table as of now) of each folder, by ascending numbers."""
+        return self._folders.by_number(self._folders.refresh())
 
     def _chosen(self, options: EpisodeOptions) -> list[NumberedFolder]:
         """(number, folder, table) of each folder; its table shows only the episodes that options choose."""
-        numbered = self._folders.by_number(self._folders.refresh())
+        numbered = self._numbered()
         slots = selection_of_episodes(options, self.schema).slots(numbered)
         return [
             (number, storage, replace(table, visible=chosen))
             for (number, storage, table), chosen in zip(numbered, slots, strict=True)
             if not storage.withdrawn
         ]
+
+    def statistics(
+        self,
+        names: Sequence[str] | None = None,
+        quantiles: Sequence[float] = QUANTILES,
+        *,
+        seed: int = 0,
+        **options: Unpack[EpisodeOptions],
+    ) -> Statistics:
+        """Count, mean, standard deviation, extremes and quantiles of fields, over the visible episodes.
+
+        A `ReplayBuffer` that writes keeps the statistics of all episodes in its folder; they are computed again when
+        something visible has changed. Those of a `ConcatBuffer` are as of one buffer, and no folder keeps them.
+
+        Args:
+            names: the fields; default: all fields of numbers.
+            quantiles: numbers between 0 and 1; `rank_error` of each field says how exact they are.
+            seed: the seed of the samples from which quantiles are taken.
+            options: those of `EpisodeOptions`: which episodes, such as split={"train": 0.9, "val": 0.1}, part="train".
+
+        Raises:
+            NotEnoughDataError: there are no episodes.
+            SchemaError: a field is unknown, a quantile is not between 0 and 1, or an option does not choose episodes.
+        """
+        from memmap_buffer.maintenance.statistics import kept_statistics, statistics
+
+        if options or self._writer is None:
+            return statistics(self._chosen(options), names, quantiles, seed=seed, schema=self.schema)
+        storage = self._folders.storages[0]
+        return kept_statistics(storage, names, quantiles, seed=seed, may_keep=lambda: self._writer.holds)
 
     @property
     def max_episodes(self) -> int:
@@ -316,14 +346,16 @@ class Readable(Markable):
     @overload
     def dataset(
         self,
+        /,
         *,
         format: Literal["torch"] | None = None,
         to_named_tuple: Iterable[str] | None = None,
         **options: Unpack[BatchOptions],
     ) -> EpisodeDataset: ...
     @overload
-    def dataset(self, **options: Unpack[Options]) -> ItemDataset: ...
-    def dataset(self, **options: Any) -> ItemDataset:
+    def dataset(self, /, **options: Unpack[Options]) -> ItemDataset: ...
+    @_retried
+    def dataset(self, /, **options: Any) -> ItemDataset:
         """A map-style dataset: PyTorch's, or with format="numpy" one that needs no torch.
 
         Args:
@@ -333,11 +365,6 @@ class Readable(Markable):
             SchemaError: options contradict each other or the schema.
             NotEnoughDataError: there is nothing to read.
         """
-        return self._dataset(options)
-
-    @_retried
-    def _dataset(self, options: Mapping[str, Any]) -> ItemDataset:
-        """See `dataset`."""
         reader = BatchReader(self._folders, options)
         reader.require(reader.index(refresh=True))
         if reader.output.format == "numpy":
@@ -527,11 +554,12 @@ class Readable(Markable):
 
     @overload
     def batch(
-        self, indices: Any = None, *, format: Literal["numpy"], **options: Unpack[BatchOptions]
+        self, /, indices: Any = None, *, format: Literal["numpy"], **options: Unpack[BatchOptions]
     ) -> ArrayBatch: ...
     @overload
     def batch(
         self,
+        /,
         indices: Any = None,
         *,
         device: Device = None,
@@ -539,8 +567,9 @@ class Readable(Markable):
         **options: Unpack[BatchOptions],
     ) -> TensorBatch: ...
     @overload
-    def batch(self, indices: Any = None, *, device: Device = None, **options: Unpack[Options]) -> Any: ...
-    def batch(self, indices: Any = None, *, device: Device = None, **options: Any) -> Any:
+    def batch(self, /, indices: Any = None, *, device: Device = None, **options: Unpack[Options]) -> Any: ...
+    @_retried
+    def batch(self, /, indices: Any = None, *, device: Device = None, **options: Any) -> Any:
         """The items of `dataset` at given positions, or items that were drawn before, as one batch.
 
         Args:
@@ -558,11 +587,6 @@ class Readable(Markable):
         """
         if indices is not None and to_numpy(indices).ndim == 2:
             options = {**options, "on_stale": options.get("on_stale") or "raise"}
-        return self._batch(indices, device, options)
-
-    @_retried
-    def _batch(self, indices: Any, device: Device, options: Mapping[str, Any]) -> Any:
-        """See `batch`."""
         return batch_of(self._sampler_of(options).reader, indices, device)
 
     @_retried
@@ -667,15 +691,12 @@ class Readable(Markable):
         how = reader.prioritized
         if how is None:
             return UniformSampler(reader, self._weights)
-        priorities = self._priorities_of(how) if how.weight_field is None else None
+        priorities = None
+        if how.weight_field is None:
+            with self._opening.lock:
+                priorities = self._named(how.name, alpha=how.alpha, epsilon=how.epsilon)
+                priorities.use(how)
         return PrioritizedDraws(reader, how, priorities, self._weights)
-
-    def _priorities_of(self, how: Prioritized) -> NamedPriorities:
-        """The priorities of this name, with its α and ε."""
-        with self._opening.lock:
-            priorities = self._named(how.name, alpha=how.alpha, epsilon=how.epsilon)
-            priorities.use(how)
-            return priorities
 
     def _named(self, name: str, **how: float) -> NamedPriorities:
         """The priorities of a name, opened if they are not open yet."""
@@ -698,11 +719,6 @@ class Readable(Markable):
         self._folders, self._samplers = folders, {}
         for priorities in list(self._priorities.values()):
             priorities.move_to(folders)
-
-    def _close_priorities(self) -> None:
-        """Close all open priorities."""
-        while self._priorities:
-            self._priorities.popitem()[1].close()
 
 
 def _check_new_every(new_every: Any, seed: object, replacement: bool) -> None:

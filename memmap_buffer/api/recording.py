@@ -1,32 +1,37 @@
 """`Recording`: the writing part of `ReplayBuffer`: single episodes, several side by side, whole ones, `add`.
 
 The work is done in `writing`: an `Episode` or `EpisodeGroup` holds open episodes, an `EpisodeStream` those of `add`,
-and the `Writer` publishes. Here it is found out which of them a call means. `ReplayBuffer` inherits `Recording`.
+and the `Writer` publishes. Here it is found out which of them a call means. `Editing` inherits `Recording`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from threading import get_ident
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
 import numpy as np
 
-from memmap_buffer.api.editing import Editing
+from memmap_buffer.api.reading import Readable
 from memmap_buffer.dtypes import FloatArray, check_count, to_numpy
-from memmap_buffer.errors import BufferFullError, EpisodeStateError, MemmapBufferError, SchemaError
-from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.errors import BufferFullError, BufferLockedError, EpisodeStateError, MemmapBufferError, SchemaError
+from memmap_buffer.format.folder import UPDATE
 from memmap_buffer.format.open_episodes import Statement, ended_statement
+from memmap_buffer.views.folders import Folders
 from memmap_buffer.writing import validation
 from memmap_buffer.writing.episode import Block, Episode
 from memmap_buffer.writing.episode_group import EpisodeGroup
 from memmap_buffer.writing.steps import Steps, Waiting
 from memmap_buffer.writing.vector_env import EpisodeStream
 from memmap_buffer.writing.writer import Writer
+
+if TYPE_CHECKING:
+    from memmap_buffer.format.storage import Storage
+    from memmap_buffer.maintenance.publisher import Publisher
 
 log = logging.getLogger("memmap_buffer")
 CUTS = (
@@ -78,17 +83,21 @@ class Scope(Block, Generic[Opened]):
             self._recording._finish_shard_if_due()
 
 
-class Recording(Editing):
+class Recording(Readable):
     """The writing part of `ReplayBuffer`."""
 
+    _storage: Storage
+    _writer: Writer
+    _unfinished: Callable[[], None] | None = None  # completes a change that is under way, or was interrupted
+    _publisher: Publisher | None = None  # of the shards that are recorded; only with `publish_to`
     _skips_resets: bool  # whether the step after an episode's end is the environment's reset, and is left out
     _told_of_cuts = False  # whether `CUTS` was logged
     _stream: EpisodeStream | None = None  # the episodes of `add`
     _num_added_before = 0  # the timesteps of earlier streams
     _resets_at_once = False  # whether the step that ends an episode is known to give the observation of the reset
 
-    def _record_to(self, writer: Writer) -> None:
-        """Write by this writer from now on, with no episode open."""
+    def _begin(self, writer: Writer) -> None:
+        """Write by this writer from now on, with no episode open. An update that a dead writer began is completed."""
         self._storage, self._writer = writer.storage, writer
         self._scopes: dict[int, Scope[Any]] = {}  # thread -> its block
         self._begun: tuple[ref[Episode], ...] = ()  # the episodes of `begin_episode`
@@ -96,14 +105,27 @@ class Recording(Editing):
         self._newest: dict[int, Episode] = {}
         self._let_stream_go()
         self._errors: dict[str, Waiting] = {}  # by the name of the priorities
+        if writer.lock.is_held:
+            writer.begin()  # the lock was taken to create the folder: this is its writer from the start
+        if not self._storage.read_only and self._storage.layout.writable and self._storage.folder.exists(UPDATE):
+            with suppress(BufferLockedError):  # the writer of the update is alive, and completes it
+                writer.begin()
+                self._storage.check_always()
 
-    def _own_priorities(self, name: str) -> None:
-        """Open the priorities of a name for writing. Raises BufferLockedError: another process owns them."""
-        raise NotImplementedError
+    @property
+    def turn(self) -> AbstractContextManager[Any, None]:
+        """A `with` block in which no other thread writes to this buffer: to read and then update, say."""
+        turn: AbstractContextManager[Any, None]
+        turn = self._writer.lock.turn if self._publisher is None else self._publisher.turn
+        if self._unfinished is not None:
+            with turn:
+                if self._unfinished is not None:  # an interruption left it, and no other thread completed it meanwhile
+                    self._unfinished()
+        return turn
 
-    def _give_errors(self, name: str, indices: IntArray, td_errors: FloatArray) -> Any:
-        """Set the priorities of published steps by their errors."""
-        raise NotImplementedError
+    def _settled(self) -> Folders:
+        with self.turn:
+            return self._folders
 
     def one_episode(self, *, keep_partial: bool = False, **meta: Any) -> Scope[Episode]:
         """Record one episode in a `with` block: it is published at the end, and dropped on an exception.
@@ -121,7 +143,7 @@ class Recording(Editing):
         """
 
         def begin(statement: Statement) -> Episode:
-            with self._turn:
+            with self.turn:
                 return self._writer_with_room().open(meta, keep_partial=keep_partial, statement=statement)
 
         return Scope(self, begin)
@@ -135,11 +157,12 @@ class Recording(Editing):
             keep_partial: as for `one_episode`.
             meta: as for `one_episode`.
         """
-        with self._turn:
+        with self.turn:
             episode = self._writer_with_room().open(meta, keep_partial=keep_partial)
             try:
                 self._begun = (*map(ref, self._begun_ones()), ref(episode))
-                self._newest = {**self._newest_ones(), get_ident(): episode}
+                newest = {thread: newest for thread, newest in self._newest.items() if newest.state == "open"}
+                self._newest = {**newest, get_ident(): episode}
                 return episode
             except BaseException:
                 episode.abort()  # the caller never gets it
@@ -163,18 +186,7 @@ class Recording(Editing):
             MemmapBufferError: as `one_episode` raises it.
         """
         check_count("batch_size", batch_size)
-        episodes: list[Episode] = []
-        try:
-            with self._turn:
-                for _ in range(batch_size):
-                    episodes.append(self._writer_with_room().open({}))
-                group = EpisodeGroup(self._writer, episodes)
-                group.update(meta_batch)
-                return group
-        except BaseException:
-            for episode in episodes:
-                episode.abort()
-            raise
+        return self._open_batch(batch_size, meta_batch)
 
     @property
     def open_episodes(self) -> list[Episode | EpisodeGroup]:
@@ -189,16 +201,25 @@ class Recording(Editing):
             meta_batch: meta field -> (batch_size, *field).
         """
         check_count("batch_size", batch_size)
+        return Scope(self, partial(self._open_batch, batch_size, meta_batch))
 
-        def begin(statement: Statement) -> EpisodeGroup:
-            with self._turn:
+    def _open_batch(
+        self, batch_size: int, meta_batch: Mapping[str, Any], statement: Statement | None = None
+    ) -> EpisodeGroup:
+        """Open the episodes of a batch, or none of them."""
+        episodes: list[Episode] = []
+        try:
+            with self.turn:
                 self._writer.require_spare_slots(batch_size)
-                episodes = [self._writer_with_room().open({}, statement=statement) for _ in range(batch_size)]
+                for _ in range(batch_size):
+                    episodes.append(self._writer_with_room().open({}, statement=statement))
                 group = EpisodeGroup(self._writer, episodes)
-            group.update(meta_batch)
-            return group
-
-        return Scope(self, begin)
+                group.update(meta_batch)
+                return group
+        except BaseException:
+            for episode in episodes:
+                episode.abort()
+            raise
 
     def store(self, **step: Any) -> Any:
         """Append one timestep to the open episode; see `Episode.store`.
@@ -251,7 +272,7 @@ class Recording(Editing):
             EpisodeStateError: the episode is longer than max_timesteps.
             BufferLockedError: errors are given, and another process owns their priorities.
         """
-        with self._turn:
+        with self.turn:
             if priority is not None:
                 priority = self._priority(priority, arrays)
             whole = validation.whole_episode(self._storage.layout.schema, arrays)
@@ -336,7 +357,7 @@ class Recording(Editing):
         Raises:
             SchemaError: there is no environment of such a number, or the mask is not of the B that run.
         """
-        with self._turn:
+        with self.turn:
             if environments is None:
                 if self._stream is not None:
                     self._stream.publish()
@@ -361,7 +382,7 @@ class Recording(Editing):
         environment, no other open episode, and neither `sync_every` nor `publish_to`. Else the next call cuts the
         episodes again, and a warning is logged once.
         """
-        with self._turn:
+        with self.turn:
             stream, writer = self._stream, self._writer
             if stream is None or writer.how.publish == "step":
                 return
@@ -377,7 +398,7 @@ class Recording(Editing):
 
     def _extend(self, values: dict[str, Any], priority: Any, name: str, *, time: bool) -> None:
         """`add`, or with `time` `extend`: by the fast way of the stream if it takes the values as they are."""
-        with self._turn:
+        with self.turn:
             stream = self._stream
             if priority is not None:
                 priority = self._priority(priority, values)
@@ -399,7 +420,7 @@ class Recording(Editing):
             errors = _errors_of(priority, (len(stream),), "(B)")
         except SchemaError:
             return False  # the slow way raises it, after the checks that come first
-        self._own_priorities(name)
+        self._named(name)
         return stream.go_on(values, (self._errors.setdefault(name, {}), errors[None]))
 
     def _append(self, values: dict[str, Any], priority: Any, name: str, *, time: bool) -> None:
@@ -457,7 +478,7 @@ class Recording(Editing):
         if priority is None:
             return None
         errors = _errors_of(priority, shape, axes)
-        self._own_priorities(name)
+        self._named(name)
         return errors
 
     def _settle_errors(self) -> None:
@@ -468,7 +489,7 @@ class Recording(Editing):
             steps = [(episode.serial, *step) for episode in ready for step in waiting[episode] if episode.serial >= 0]
             if steps:
                 serials, t, errors = zip(*steps, strict=True)
-                self._give_errors(name, np.array([serials, t]).T, np.array(errors))
+                self.update_priorities(np.array([serials, t]).T, np.array(errors), name=name)
             for episode in ready:
                 del waiting[episode]
 
@@ -497,7 +518,7 @@ class Recording(Editing):
         """
         publisher = self._publisher
         if publisher is not None:
-            with self._turn:
+            with self.turn:
                 if self._writer.holds and publisher.is_due(self._writer.num_given):
                     try:
                         if not wait or self._stream is None or self._stream.complete():
@@ -507,7 +528,36 @@ class Recording(Editing):
 
     def _finish_shard(self) -> None:
         """Hand this shard over to be published, and continue in a new one with the open episodes."""
-        raise NotImplementedError
+        assert self._publisher is not None
+        with self.turn:
+            before = self._writer
+            before.begin()  # raises if this object may not write any more
+            if self._stream is not None:
+                self._stream.complete()
+            before.commit_pending()
+            self._settle_errors()  # of all episodes that were published in this shard
+            priorities = self._priorities
+            layout, reserve = self._storage.layout, bool(self._storage.state("reserved"))
+            writer = self._publisher.new_shard(layout, before.how, self._storage.verify, reserve)
+            self._unfinished = partial(self._switch_shards, before, writer)
+            self._unfinished()
+            for old_priorities in priorities.values():
+                with suppress(OSError):  # such as a full disk: nothing is drawn by these priorities any more
+                    old_priorities.close()
+
+    def _switch_shards(self, before: Writer, writer: Writer) -> None:
+        """Complete the switch that `_finish_shard` prepared. No line of it fails.
+
+        After an interruption `turn` calls it again, and it begins again from the first line.
+        """
+        assert self._publisher is not None
+        before.move_episodes(writer)
+        if self._stream is not None:
+            self._stream.go_on_with(writer)
+        self._storage, self._writer, self._priorities = writer.storage, writer, {}
+        self._read_from(Folders([writer.storage]))
+        self._publisher.add(before)
+        self._unfinished = None
 
     # The open episode
 
@@ -524,10 +574,6 @@ class Recording(Editing):
             else "no episode is open; store within `with buffer.one_episode():`, or after begin_episode()"
         )
         raise EpisodeStateError(f"{self._storage.path}: {problem}")
-
-    def _newest_ones(self) -> dict[int, Episode]:
-        """`_newest` without the episodes that are not open any more."""
-        return {thread: episode for thread, episode in self._newest.items() if episode.state == "open"}
 
     def _begun_ones(self) -> list[Episode]:
         """The episodes of `begin_episode` that are still open."""

@@ -185,7 +185,7 @@ def test_a_batch_by_priority_and_new_priorities(make: Callable[..., ReplayBuffer
 
 
 @pytest.mark.parametrize(
-    ("num_envs", "publish", "calls"), [(None, "episode", 21), (8, "episode", 21), (None, "step", 89), (8, "step", 117)]
+    ("num_envs", "publish", "calls"), [(None, "episode", 20), (8, "episode", 20), (None, "step", 85), (8, "step", 114)]
 )
 def test_a_step_that_is_given_with_its_error(
     make: Callable[..., ReplayBuffer], num_envs: int | None, publish: str, calls: int
