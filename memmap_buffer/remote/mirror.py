@@ -108,6 +108,10 @@ class Mirror(Published):
         where = self.objects.name_of(path)
         raise CorruptBufferError(f"{where}: the bytes are not those that were published; publish the shard again")
 
+    @property
+    def has_digests(self) -> bool:
+        return super().has_digests and Folder(self.path).exists(DIGESTS)  # a copy that was made anew lacks them
+
     def kept_digests(self) -> bytes:
         with suppress(OSError, CorruptBufferError):
             return Folder(self.path).read(DIGESTS, 8 * self.files.num_digests)

@@ -292,6 +292,7 @@ def test_a_cache_is_emptied_beside_readers(place: Path, tmp_path: Path) -> None:
     assert (contents.num_bytes, contents.head_bytes, contents.shards, contents.bound) == (0, 0, {}, 24 * BLOCK)
     assert int.from_bytes((tmp_path / "usage").read_bytes(), "little") == 0
     equal(near.sample(8, seed=1, **OPTIONS), far.sample(8, seed=1, **OPTIONS))
+    assert check_cache(tmp_path) == {}
 
 
 def test_only_a_cache_is_emptied_and_only_what_is_its_own(place: Path, tmp_path: Path) -> None:
