@@ -20,7 +20,7 @@ from memmap_buffer.api.reading import Readable
 from memmap_buffer.choices import OnDamaged
 from memmap_buffer.errors import NotABufferError, ReadOnlyError, SchemaError
 from memmap_buffer.format.folder import Folder, folders_in
-from memmap_buffer.format.shards import Shards, is_read_by_number, is_whole
+from memmap_buffer.format.shards import Shards, is_read_by_number, opened
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.paths import AnyPath, is_url, path_of
 from memmap_buffer.views.folders import Folders
@@ -149,21 +149,20 @@ class ConcatBuffer(Readable):
             buffer = cls.__new__(cls)
             Readable.__init__(buffer, Folders((), shards, fields))
             return buffer
-        all_folders = folders = folders_in(root)
-        if on_damaged == "skip":
-            whole = [is_whole(folder) for folder in folders]
-            if weights is not None and len(weights) == len(folders):
-                weights = list(compress(weights, whole))
-            folders = list(compress(folders, whole))
+        folders = folders_in(root)
         try:
-            if not folders:
-                why = Folder(root).published()
-                raise NotABufferError(f"{root}: no subfolder holds a buffer" + (f": {why}" if why else ""), path=root)
-            return cls(folders, weights, fields=fields)
-        except NotABufferError:
-            if folders_in(root) == all_folders:
+            storages = [opened(folder, on_damaged) for folder in folders]
+        except (NotABufferError, FileNotFoundError):
+            if folders_in(root) == folders:
                 raise
             return cls._of_folders(root, weights, fields, on_damaged)  # again: a folder was moved away meanwhile
+        if weights is not None and len(weights) == len(folders):
+            weights = list(compress(weights, storages))
+        sources: list[Any] = list(filter(None, storages))
+        if not sources:
+            why = Folder(root).published()
+            raise NotABufferError(f"{root}: no subfolder holds a buffer" + (f": {why}" if why else ""), path=root)
+        return cls(sources, weights, fields=fields)
 
     def __repr__(self) -> str:
         counts = f"{self.num_episodes} episodes, {self.num_steps} steps"

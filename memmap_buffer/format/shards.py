@@ -182,14 +182,15 @@ class Shards:
         return self._first.withdraw(self._folder(number).path)
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a folder can be opened; the log says why not."""
+def opened(path: Path, on_damaged: str) -> Storage | None:
+    """A folder, open for reading; None for one that cannot be opened, if such are skipped, and the log says why."""
     try:
-        Storage.open(path, read_only=True)
-    except MemmapBufferError as error:
+        return Storage.open(path, read_only=True)
+    except (MemmapBufferError, FileNotFoundError) as error:
+        if on_damaged != "skip":
+            raise
         log.warning("%s is passed over: %s", path, error)
-        return False
-    return True
+        return None
 
 
 def _is_cut(folder: Folder) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import fork
-from inside import folders_of, get_inside, opened, set_inside
+from inside import around, folders_of, get_inside, opened, place_of, set_inside
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -544,6 +544,18 @@ class TestDamaged:
             buffer = ConcatBuffer.from_root(tmp_path, weights, on_damaged="skip")
             assert [folder.name for folder in buffer.folders] == ["a", "c"]
         assert sorted(buffer.sample(4, timestep_level=True)["x"].tolist()) == [97, 99, 99, 99]
+
+    @pytest.mark.parametrize("at", [1, 4, 7])
+    def test_one_that_vanishes_while_folders_are_opened_takes_its_own_weight_along(self, tmp_path, monkeypatch, at):
+        for name in "abcd":
+            with ReplayBuffer(tmp_path / name, **SIZES) as buffer:
+                buffer.store_episode(x=[ord(name)])
+        longer(tmp_path / "b")
+        left = iter([*[lambda: None] * (at - 1), lambda: shutil.rmtree(tmp_path / "d")])
+        around(monkeypatch, *place_of("open_storage"), before=lambda: next(left, lambda: None)())
+        buffer = ConcatBuffer.from_root(tmp_path, [1, 5, 3, 2], on_damaged="skip")
+        drawn = buffer.sample(12, timestep_level=True)["x"].tolist()
+        assert drawn.count(ord("c")) == 3 * drawn.count(ord("a")) > 0
 
     def test_other_ways_to_treat_them_are_refused(self, tmp_path):
         with pytest.raises(SchemaError, match="on_damaged: got 'ignore', expected 'raise' or 'skip'"):

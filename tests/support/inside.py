@@ -194,6 +194,7 @@ PLACES = {
     "folder_at": "views.folders:Folders.at",
     "refresh_folders": "views.folders:Folders.refresh",
     "copy_rows": "views.gather:Gather.copy",
+    "open_storage": "format.storage:Storage.open",
     "read_batch": "loading.batch_reader:BatchReader.read",
     "build_batch": "loading.batch_reader:BatchReader.build",
     "batch_reader": "api.reading:BatchReader",
