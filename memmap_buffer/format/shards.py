@@ -82,7 +82,7 @@ class Shards:
         self._first: Storage | None = None  # what is vacant is shaped as it is, whatever stood there
         self._unread: dict[int, Unread] = {}
         self._logged_numbers: set[int] = set()
-        self._stamp: tuple[int, int] | None = None
+        self._marks: tuple[int, int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that a worker needs, which does not say again what was said."""
@@ -98,7 +98,7 @@ class Shards:
         Raises: NotABufferError: there is no shard, and never was. CorruptBufferError, SchemaError: one is damaged.
         """
         waiting = (unread.changed(self._folder(number)) for number, unread in self._unread.items())
-        if self._stamp is None or self._stamp != Folder(self.root).stamp(".") or any(waiting):
+        if self._marks is None or self._marks != Folder(self.root).marks(".") or any(waiting):
             self._look_again()
         return self.storages
 
@@ -106,7 +106,7 @@ class Shards:
         """The storages with something in the place of each of these numbers, if it is one that a shard may have."""
         numbers = [number for number in numbers if 0 <= number < MAX_SHARDS]
         if any(number not in self.storages for number in numbers):
-            self._stamp = None
+            self._marks = None
             self.look()
         missing = {number: self._vacant(number) for number in numbers if number not in self.storages}
         if missing:
@@ -117,7 +117,7 @@ class Shards:
         return Folder(self.root / shard_name(number))
 
     def _look_again(self) -> None:
-        stamp = Folder(self.root).stamp(".")
+        marks = Folder(self.root).marks(".")  # also of one that is removed, as its shards are
         shards = {number: self._opened(number) for number in shard_numbers(self.root)}
         opened = {number: shard for number, shard in shards.items() if isinstance(shard, Storage)}
         unread = {number: shard for number, shard in shards.items() if isinstance(shard, Unread)}
@@ -132,7 +132,7 @@ class Shards:
         withdrawn = {n: self._vacant(n) for n, old in self.storages.items() if not (n in opened or old.withdrawn)}
         self.storages = self.storages | opened | withdrawn
         self._unread = unread
-        self._stamp = stamp if time.time_ns() - stamp[1] > SETTLED_NS else None
+        self._marks = marks if time.time_ns() - marks[1] > SETTLED_NS else None
 
     def _opened(self, number: int) -> Storage | Unread:
         """The storage of a shard, or why there is none."""
@@ -208,8 +208,14 @@ def tell_readers(folder: Folder) -> None:
 
 def shard_numbers(root: Path) -> Iterator[int]:
     """The numbers of a root's shards, finished or not, ascending."""
-    matches = (_NAME.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
+    matches = map(_NAME.fullmatch, _names_in(root))
     yield from sorted(int(match[1]) for match in matches if match is not None)
+
+
+def _names_in(root: Path) -> list[str]:
+    with suppress(FileNotFoundError, NotADirectoryError):  # also where it is removed meanwhile
+        return [path.name for path in root.iterdir()]
+    return []
 
 
 def is_joined_name(name: str) -> bool:
@@ -219,7 +225,7 @@ def is_joined_name(name: str) -> bool:
 
 def is_read_by_number(root: Path) -> bool:
     """Whether a root is read by the numbers of its shards: it has some, and none that others were joined into."""
-    has_joined = root.is_dir() and any(is_joined_name(path.name) for path in root.iterdir())
+    has_joined = any(map(is_joined_name, _names_in(root)))
     return not has_joined and next(shard_numbers(root), None) is not None
 
 

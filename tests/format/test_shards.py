@@ -120,14 +120,15 @@ class TestFound:
         with pytest.raises(SchemaMismatchError, match=r"(?s)shard-00001 and .*shard-00000 have different fields"):
             root.refresh()
 
-    def test_every_shard_removed_leaves_nothing_to_read(self, tmp_path):
-        shard(tmp_path, 0, 1)
-        root = ConcatBuffer.from_root(tmp_path)
+    @pytest.mark.parametrize("removed", ["root/shard-00000", "root"])
+    def test_every_shard_removed_leaves_nothing_to_read(self, tmp_path, removed):
+        shard(tmp_path / "root", 0, 1)
+        root = ConcatBuffer.from_root(tmp_path / "root")
         root.sample(4, timestep_level=True)
-        shutil.rmtree(tmp_path / "shard-00000")
+        shutil.rmtree(tmp_path / removed)
         with pytest.raises(NotEnoughDataError, match="it is empty"):
             root.sample(4, timestep_level=True)
-        shard(tmp_path, 0, 2)
+        shard(tmp_path / "root", 0, 2)
         assert everything(root) == [(0, 0, 0, 2)]
 
     def test_a_shard_made_anew_under_its_old_number_is_another(self, tmp_path):
