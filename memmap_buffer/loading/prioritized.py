@@ -128,10 +128,9 @@ class NamedPriorities:
     def move_to(self, folders: Folders) -> None:
         """Go on with the same folders, opened again as their columns were changed; other threads may be drawing."""
         with self._opening.lock:
-            before, self.opened, self._folders = self.opened, {}, folders
+            self._folders = folders
             self.open()
-            for priorities in before.values():
-                priorities.close()
+            self.prune()
 
     def require_episodes(self, indices: Array) -> None:
         """Raise SchemaError where numbers of one axis, which are serials, are rather positions of steps."""
@@ -193,7 +192,7 @@ class NamedPriorities:
             self.opened.popitem()[1].close()
 
     def prune(self) -> None:
-        """Close the priorities of folders that were removed."""
+        """Close the priorities of folders that are not read any more."""
         for storage in self.opened.keys() - set(self._folders.storages):
             self.opened.pop(storage).close()
 

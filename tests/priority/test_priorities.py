@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from inside import (
     anchor_priorities_of,
+    before_priorities_are_opened,
     before_weighing,
     each_opened,
     forget_places,
@@ -518,6 +519,24 @@ def test_who_was_refused_by_its_alpha_does_not_keep_the_files_open(tmp_path):
     with pytest.raises(SchemaError, match=r"alpha: got 100.0, and the highest"):
         opened(tmp_path, alpha=100.0)
     priorities.close()
+    with pytest.raises(EpisodeStateError, match="the buffer was closed"):
+        update(priorities, [(0, 0)], [1.0])
+
+
+def test_after_an_interrupted_change_of_the_columns_they_are_still_closed_with_the_buffer(tmp_path, monkeypatch):
+    buffer, interruptions = make(tmp_path, 2), [KeyboardInterrupt("now")]
+    buffer.update_priorities([[0, 0]], [3.0])
+    priorities = priorities_of(buffer)
+
+    def interrupt():
+        if interruptions:
+            raise interruptions.pop()
+
+    before_priorities_are_opened(monkeypatch, interrupt)
+    with pytest.raises(KeyboardInterrupt, match="now"):
+        buffer.add_field("more", ("int", (), 7))
+    assert buffer.priorities([[0, 0]]) > 1
+    buffer.close()
     with pytest.raises(EpisodeStateError, match="the buffer was closed"):
         update(priorities, [(0, 0)], [1.0])
 
