@@ -109,9 +109,9 @@ class BatchReader:
         self._ends = self.selection.view.ends(folders.schema)
         if self.hindsight is not None:  # a goal may be any step between two ends of episodes
             self._ends = self._ends._replace(before=folders.max_timesteps, after=folders.max_timesteps)
-        self._index: Index | None = None
         self._watch = None if self.selection.mark is None else Watch(self.selection.mark)
-        self._made_of: tuple[tuple[EpisodeTable, ...], tuple[Any, ...]] = (), ()
+        # The index, and the tables and marks that it was made of: replaced together, as threads share a reader.
+        self._made: tuple[Index, tuple[EpisodeTable, ...], tuple[Any, ...]] | None = None
         self._living: tuple[tuple[EpisodeTable, ...], Index] | None = None
         self.frozen = self._by_anchors = False
         self._process = process_id()
@@ -119,9 +119,9 @@ class BatchReader:
     def __getstate__(self) -> dict[str, Any]:
         """The state for a worker: without callables, and with the index only if it gets positions in that."""
         frozen = self.frozen or self.selection.has_callables
-        index = self.index() if frozen or not self._by_anchors else None
-        state = self.__dict__ | {"selection": self.selection.without_callables(), "frozen": frozen, "_index": index}
-        state |= {"_made_of": ((), ()), "_living": None}
+        made = (self.index(), (), ()) if frozen or not self._by_anchors else None
+        state = self.__dict__ | {"selection": self.selection.without_callables(), "frozen": frozen}
+        state |= {"_made": made, "_living": None}
         return {name: value for name, value in state.items() if name not in ("options", "_disk")}
 
     def by_anchors(self) -> BatchReader:
@@ -142,14 +142,14 @@ class BatchReader:
 
     def index(self, refresh: bool = False) -> Index:
         """The anchors of the last refresh; with `refresh` those of now, unless it is frozen."""
-        if self._index is None or (refresh and not self.frozen):
+        made = self._made
+        if made is None or (refresh and not self.frozen):
             tables = self.folders.refresh()
             marks = () if self._watch is None else self._watch.stamp(self.folders.storages)
-            if self._index is None or (tables, marks) != self._made_of:
-                before = self._index if marks == self._made_of[1] else None
-                self._index = self.selection.index(self.folders, tables, before)
-                self._made_of = tables, marks
-        return self._index
+            if made is None or (tables, marks) != made[1:]:
+                before = made[0] if made is not None and marks == made[2] else None
+                made = self._made = self.selection.index(self.folders, tables, before), tables, marks
+        return made[0]
 
     @property
     def reads_together(self) -> bool:

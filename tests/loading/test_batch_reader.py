@@ -2,11 +2,12 @@
 
 import os
 import pickle
+import sys
 
 import numpy as np
 import pytest
 from conftest import flat
-from inside import get_inside, set_inside
+from inside import around, get_inside, place_of, set_inside
 from torch.utils.data import DataLoader
 
 from memmap_buffer import ConcatBuffer, NotEnoughDataError, Offsets, StaleEpisodeError, Trajectory, Window
@@ -280,6 +281,29 @@ def test_the_items_of_a_dataset_keep_their_places_until_it_is_refreshed(scene):
     assert own[10:] == kept[5:]
     dataset.refresh()
     assert [dataset[i]["_indices"].tolist() for i in range(10)] == kept[5:]
+
+
+def test_an_index_that_another_thread_makes_of_fewer_episodes_hides_none(recorded, record, monkeypatch):
+    """At each line of `BatchReader.index` of that thread, others get the items of now."""
+    buffer, late = recorded(LENGTHS, max_episodes=9), [len(LENGTHS)]
+
+    def look(*_):
+        assert late or serials(buffer.batch(return_indices=True)) == buffer.serials.tolist()
+        return look
+
+    def overtake():
+        if late:
+            record(buffer, late.pop(), 5)
+            look()
+
+    around(monkeypatch, *place_of("make_index"), after=overtake)
+    code = get_inside("index_of_reader").__code__
+    sys.settrace(lambda frame, *_: look if frame.f_code is code else None)
+    try:
+        buffer.batch(return_indices=True)
+    finally:
+        sys.settrace(None)
+    assert len(buffer) == 5
 
 
 def test_sample_and_new_epochs_never_meet_what_is_gone(scene):

@@ -195,6 +195,8 @@ PLACES = {
     "refresh_folders": "views.folders:Folders.refresh",
     "copy_rows": "views.gather:Gather.copy",
     "open_storage": "format.storage:Storage.open",
+    "make_index": "items.selection:Selection.index",
+    "index_of_reader": "loading.batch_reader:BatchReader.index",
     "read_batch": "loading.batch_reader:BatchReader.read",
     "build_batch": "loading.batch_reader:BatchReader.build",
     "batch_reader": "api.reading:BatchReader",
