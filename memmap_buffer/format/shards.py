@@ -15,7 +15,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memmap_buffer.errors import BufferLockedError, CorruptBufferError, MemmapBufferError, NotABufferError, SchemaError
+from memmap_buffer.choices import OnDamaged, check_choice
+from memmap_buffer.errors import BufferLockedError, CorruptBufferError, MemmapBufferError, NotABufferError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
 from memmap_buffer.format.lock import WriterLock
@@ -75,8 +76,7 @@ class Shards:
     """
 
     def __init__(self, root: str | PathLike[str], on_damaged: str = "raise") -> None:
-        if on_damaged not in ("raise", "skip"):
-            raise SchemaError(f"on_damaged: got {on_damaged!r}, expected 'raise' or 'skip'")
+        check_choice("on_damaged", on_damaged, OnDamaged)
         self.root, self.on_damaged = path_of(root), on_damaged
         self.storages: dict[int, Storage] = {}
         self._first: Storage | None = None  # what is vacant is shaped as it is, whatever stood there

@@ -559,7 +559,7 @@ class TestDamaged:
         assert drawn.count(ord("c")) == 3 * drawn.count(ord("a")) > 0
 
     def test_other_ways_to_treat_them_are_refused(self, tmp_path):
-        with pytest.raises(SchemaError, match="on_damaged: got 'ignore', expected 'raise' or 'skip'"):
+        with pytest.raises(SchemaError, match="on_damaged: got 'ignore', expected one of 'raise', 'skip'"):
             ConcatBuffer.from_root(tmp_path, on_damaged="ignore")
 
 
