@@ -40,7 +40,6 @@ from memmap_buffer.progress import progress
 from memmap_buffer.remote.layout import (
     BLOCK_SIZES,
     BLOCKS_FILE,
-    DATA,
     ENTRIES,
     HEAD,
     MAX_HEAD_BYTES,
@@ -57,6 +56,7 @@ from memmap_buffer.remote.layout import (
     blocks_file,
     digest,
     head_object,
+    is_data,
     is_head_file,
     is_shard_name,
     joined_name,
@@ -314,7 +314,7 @@ def _send(
 def _head_files(storage: Storage) -> dict[str, bytes]:
     """All files but those of data."""
     folder = storage.folder
-    names = [array.name for array in storage.layout.arrays.values() if not array.name.startswith(DATA)]
+    names = [array.name for array in storage.layout.arrays.values() if not is_data(array)]
     names = ["schema.json", *names, *(f"extra/{name}" for name in folder.list("extra"))]
     if bad := [name for name in names if not is_head_file(name)]:
         raise SchemaError(f"{bad[0]}: got a name with more than letters, digits, '.', '_' and '-'; rename or remove it")

@@ -118,14 +118,14 @@ def _require_no_parts(objects: Objects, root: Root, place: Folder) -> None:
 
 def pull_shard(published: Published, path: Path) -> None:
     """Copy one shard to a folder, as `pull` does."""
-    layout, files = published.open()
+    files = published.head()
     schema, _ = files.pop("schema.json"), files.pop(BLOCK_SIZES, None)
     folder = Folder(path)
     folder.create()
     with folder.kept_open() as target, target.locked():
         if _is_there(target, schema):
             return
-        _claim(target, layout, schema, files)
+        _claim(target, published.layout, schema, files)
         for _ in progress(_pull_blocks(published, target), "fetching", published.files.count):
             pass
         target.sync_folders("data")

@@ -24,10 +24,10 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError
 from memmap_buffer.format.folder import MIRROR, Folder
 from memmap_buffer.format.host import boot_id
+from memmap_buffer.format.layout import ArrayFile
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.format.syscalls import (
     RangeLocks,
-    npy_header,
     random_bytes,
     read_at,
     renew_after_fork,
@@ -76,9 +76,10 @@ class Blocks:
     def __init__(self, folder: Folder, files: DataFiles, locks: RangeLocks) -> None:
         self.path, self.files = folder.path, files
         self.sizes, count = files.block_sizes(), files.count
-        mapped = folder.map_shared(NAME, header(count), len(header(count)) + 4 * words(count))
+        file = words_file(count)
+        mapped = folder.map_shared(NAME, file.header, file.size)
         self.key = folder.file_key(NAME)
-        whole = np.frombuffer(mapped, np.uint32, words(count), len(header(count)))
+        whole = np.frombuffer(mapped, np.uint32, -1, len(file.header))
         self.words: Words = whole[: 3 * count].reshape(-1, 3)
         self._boot: Words = whole[3 * count : 3 * count + _BOOT]
         self._removal: Words = whole[3 * count + _BOOT :]
@@ -304,19 +305,15 @@ def by_last_use(used: Words) -> Words:
     return later
 
 
-def words(count: int) -> int:
-    """The number of words in the file for `count` blocks."""
-    return 3 * count + _BOOT + _REMOVAL
-
-
-def header(count: int) -> bytes:
-    """The header of the file for `count` blocks."""
-    return npy_header("'<u4'", (words(count),))
+def words_file(count: int) -> ArrayFile:
+    """The file of the words of `count` blocks."""
+    return ArrayFile(NAME, np.dtype("<u4"), (3 * count + _BOOT + _REMOVAL,))
 
 
 def new_words(count: int) -> bytes:
     """The content of the file for `count` blocks, none of which is there yet."""
-    content = np.zeros(words(count), np.uint32)
+    file = words_file(count)
+    content = np.zeros(file.shape, file.dtype)
     content[: 3 * count : 3] = 1
     content[3 * count : 3 * count + _BOOT] = np.frombuffer(boot_id(), np.uint32)
-    return header(count) + content.tobytes()
+    return file.header + content.tobytes()

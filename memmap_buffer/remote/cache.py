@@ -111,10 +111,6 @@ class Cache:
         content = self.head(name, len(data))  # a map, which takes no memory of this process
         return self._heads.setdefault(name, np.frombuffer(data, np.uint8)) if content is None else content
 
-    def has_head(self, name: str) -> bool:
-        """Whether an object with the heads of shards need not be fetched."""
-        return name in self._heads or Folder(self.path).exists(head_object(name))
-
     # Mirrors that are mapped
 
     def use(self, mirror: Any, maps: int) -> None:
@@ -160,10 +156,8 @@ class Cache:
         """Give back what is not as it was published; the bytes of that in each mirror, and of each head."""
         damaged = {}
         for blocks in self._mirrors():
-            digests = np.zeros(blocks.files.num_digests, np.uint64)  # what cannot be compared is not trusted
-            with suppress(OSError, CorruptBufferError):
-                kept = Folder(blocks.path).read(DIGESTS, digests.nbytes)
-                digests = np.frombuffer(kept.ljust(digests.nbytes), np.uint64)
+            kept = kept_digests(blocks.path, blocks.files).ljust(8 * blocks.files.num_digests)
+            digests = np.frombuffer(kept, np.uint64)  # what cannot be compared is not trusted
             damaged[blocks.path.name] = blocks.give_back(np.arange(blocks.files.count), digests)
         for name, size in self.heads().items():
             with suppress(FileNotFoundError, CorruptBufferError):  # another process empties it, or fetches it anew
@@ -315,6 +309,13 @@ def keep_file(folder: Folder, name: str, data: bytes) -> None:
     with suppress(OSError):
         folder.write_new(new, data, sync=False)
         folder.rename(new, name)
+
+
+def kept_digests(path: Path, files: DataFiles) -> bytes:
+    """The digests that are kept in a mirror; b"" where none can be read."""
+    with suppress(OSError, CorruptBufferError):
+        return Folder(path).read(DIGESTS, 8 * files.num_digests)
+    return b""
 
 
 Counters = Mapping[str, tuple[IntArray, Words]]

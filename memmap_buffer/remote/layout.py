@@ -41,7 +41,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
@@ -149,13 +149,11 @@ class DataFiles:
         *starts, self.count = accumulate(counts, initial=0)
         self.first = dict(zip(self.sizes, starts, strict=True))
         self._names, self._starts = list(self.sizes), starts
-        of_files = [np.arange(self.first[name], end, BLOCK // self.block[name]) for name, end in self._ends(counts)]
+        parts = zip(starts, counts, self.block.values(), strict=True)
+        of_files = [np.arange(first, first + count, BLOCK // block) for first, count, block in parts]
         self._cuts: IntArray = np.concatenate([np.zeros(0, np.int64), *of_files, [self.count]])
         self.groups = self._cuts[:-1]
         self.num_digests = self.count + (0 if sizes is None else len(self.groups))
-
-    def _ends(self, counts: Sequence[int]) -> Iterator[tuple[str, int]]:
-        return ((name, self.first[name] + count) for name, count in zip(self.sizes, counts, strict=True))
 
     def place(self, block: int) -> tuple[str, int, int]:
         """(file, first byte, byte after the last) of a block."""

@@ -30,8 +30,8 @@ from memmap_buffer.format.source import Rows, Traffic, Wanted
 from memmap_buffer.format.storage import Maps, Storage, slices_of
 from memmap_buffer.format.syscalls import process_id, random_bytes
 from memmap_buffer.remote.blocks import COUNTER, NAME, NOT_WHOLE, Blocks, IntArray, RemovedError, new_words, now
-from memmap_buffer.remote.cache import DIGESTS, Cache, CacheTraffic, keep_file, remove_mirror
-from memmap_buffer.remote.layout import DATA, HEAD, Shard, digest, expanded, head_object
+from memmap_buffer.remote.cache import DIGESTS, Cache, CacheTraffic, keep_file, kept_digests, remove_mirror
+from memmap_buffer.remote.layout import HEAD, Shard, digest, expanded, head_object, is_data
 from memmap_buffer.remote.published import Published, require_digests
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Local:
 
     def __init__(self, folder: Folder, blocks: Blocks, layout: Layout) -> None:
         self.blocks = blocks
-        files = {key: file for key, file in layout.arrays.items() if file.name.startswith(DATA)}
+        files = {key: file for key, file in layout.arrays.items() if is_data(file)}
         maps = folder.map_all([ToMap.of(f.name, f.header, f.dtype, f.shape) for f in files.values()])
         self.arrays = dict(zip(files, maps, strict=True))
         self.coded: dict[str, CodedRows] = {}
@@ -113,9 +113,7 @@ class Mirror(Published):
         return super().has_digests and Folder(self.path).exists(DIGESTS)  # a copy that was made anew lacks them
 
     def kept_digests(self) -> bytes:
-        with suppress(OSError, CorruptBufferError):
-            return Folder(self.path).read(DIGESTS, 8 * self.files.num_digests)
-        return b""
+        return kept_digests(self.path, self.files)
 
     def keep_digests(self, content: bytes) -> None:
         keep_file(Folder(self.path), DIGESTS, content)  # also where those that were kept are rotten
@@ -206,7 +204,7 @@ class Mirror(Published):
             for name, data in self.head().items():
                 folder.write_new(name, data, sync=False)
             for array in self.layout.arrays.values():
-                if array.name.startswith(DATA):
+                if is_data(array):
                     folder.create_array(array.name, array.header, array.size)
             folder.write_new(NAME, new_words(self.files.count), sync=False)
             try:
@@ -360,9 +358,8 @@ class MirrorStorage(Storage):
     """A shard open for reading: records and meta fields come from its head, and rows are mapped when they are read."""
 
     def __init__(self, mirror: Mirror, verify: str = "auto") -> None:
-        self.mirror: Mirror = mirror
         super().__init__(Folder(mirror.path), read_only=True, verify=verify)
-        self.mirror = mirror
+        self.mirror: Mirror = mirror
 
     @property
     def folder(self) -> Folder:
@@ -384,7 +381,7 @@ class MirrorStorage(Storage):
 
     @cached_property
     def maps(self) -> Maps:
-        layout, head = self.mirror.open()
+        head, layout = self.mirror.head(), self.mirror.layout
 
         def array(key: str) -> Array:
             file = layout.arrays[key]
@@ -549,11 +546,7 @@ class Taken(list[tuple[Mirror, Blocks, Callable[[], bool]]]):
 Chosen = dict[Mirror, IntArray]
 
 
-def _nothing() -> None:
-    """Do nothing: for callers of `fetch` that need no `begun`."""
-
-
-def fetch(chosen: Chosen, begun: Callable[[], None] = _nothing) -> Taken:
+def fetch(chosen: Chosen, begun: Callable[[], None] = lambda: None) -> Taken:
     """Fetch the blocks of mirrors that are absent; returns all of `chosen`, with their counters.
 
     Args:

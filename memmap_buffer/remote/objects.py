@@ -158,8 +158,7 @@ class Objects:
 
     def read_ranges(self, ranges: Sequence[Range], check: Callable[[int, bytes], bool] | None = None) -> list[bytes]:
         """The bytes of each (path, start, stop), as `stream` fetches them."""
-        contents: dict[int, bytes] = dict(self.stream(ranges, check))
-        return [contents[i] for i in range(len(ranges))]
+        return [data for _, data in sorted(self.stream(ranges, check))]
 
     def stream(
         self, ranges: Sequence[Range], check: Callable[[int, bytes], bool] | None = None

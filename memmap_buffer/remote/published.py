@@ -14,7 +14,6 @@ from memmap_buffer.format.layout import Layout
 from memmap_buffer.remote.layout import (
     BLOCK_SIZES,
     BLOCKS_FILE,
-    DATA,
     HEAD,
     MAX_ROOT_BYTES,
     MAX_SHARD_BYTES,
@@ -25,6 +24,7 @@ from memmap_buffer.remote.layout import (
     Shard,
     blocks_file,
     digest,
+    is_data,
     open_head,
 )
 
@@ -74,39 +74,38 @@ class Published:
         (head,) = self.objects.read_ranges(wanted, lambda i, data: self.shard.is_head(data))
         return head
 
-    def open(self) -> tuple[Layout, dict[str, bytes]]:
-        """(its layout, name -> content of the files of its head), whose sizes and headers are checked by the layout.
+    def head(self) -> dict[str, bytes]:
+        """File -> its bytes, for the files that are always there whole: all but the files of fields.
 
-        Raises: CorruptBufferError, RemoteError.
+        Their sizes and headers are checked by the layout. Raises: CorruptBufferError, RemoteError.
         """
         files = open_head(self.read_head(), self.where)
-        layout: Layout | None = self.__dict__.get("layout")
-        if layout is None:
+        if "layout" not in vars(self):
             self._block_sizes = files.get(BLOCK_SIZES)  # before the layout: `files` needs both
-            layout = self.__dict__["layout"] = Layout.from_json(files.get("schema.json", b""), self.where)
+            self.__dict__["layout"] = Layout.from_json(files.get("schema.json", b""), self.where)
+        layout = self.layout
         wrong = [
             array.name
             for array in layout.arrays.values()
-            if not array.name.startswith(DATA)
+            if not is_data(array)
             and not (len(data := files.get(array.name, b"")) == array.size and data.startswith(array.header))
         ]
         if layout.writable or layout.id != self.shard.id or wrong:
             raise CorruptBufferError(
                 f"{self.where}: the head is not what its schema says {wrong}; publish the folder again"
             )
-        return layout, files
-
-    def head(self) -> dict[str, bytes]:
-        """File -> its bytes, for the files that are always there whole: all but the files of fields."""
-        return self.open()[1]
+        return files
 
     @cached_property
     def layout(self) -> Layout:
-        return self.open()[0]
+        """The layout, which is read with the head. Raises as `head`."""
+        self.head()
+        layout: Layout = self.__dict__["layout"]
+        return layout
 
     @cached_property
     def files(self) -> DataFiles:
-        """The files that are fetched block by block. Raises as `open`."""
+        """The files that are fetched block by block. Raises as `head`."""
         layout = self.layout  # first, as it reads the head
         return DataFiles(layout, self._block_sizes)
 

@@ -168,7 +168,7 @@ class RemoteShards:
     def _fetch_heads(self, names: Iterable[str]) -> Iterator[str]:
         """Fetch the objects with heads that the cache lacks, all together; gives each name once its object is there."""
         heads = self._root.heads  # it does not name that of a shard which was joined with others before it was read
-        lacking = [name for name in names if name in heads and not self._cache.has_head(name)]
+        lacking = [name for name in names if name in heads and self._cache.head(name, heads[name]) is None]
         yield from (name for name in names if name not in lacking)
         ranges = [(head_object(name), 0, heads[name]) for name in lacking]
         for i, data in self._objects.stream(ranges, lambda i, data: digest(data) == lacking[i]):
