@@ -240,8 +240,8 @@ def _cast(array: Array, name: str) -> Array:
         raise SchemaError(f"got {shown[:80]}, declared {name}: only numbers and bools convert; store a number")
     if name == "bfloat16":
         bits = _to_bfloat16(_cast_number(array, np.dtype(np.float32), name))
-        if array.dtype.kind in "iu" and not np.array_equal(decode(bits, name), array):
-            raise _lossy(array, name, _ROUNDED)
+        if array.dtype.kind in "iu" and (rounded := decode(bits, name) != array).any():
+            raise _lossy(array, rounded, name, _ROUNDED)
         return bits
     return _cast_number(array, target, name)
 
@@ -252,7 +252,9 @@ def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
     if target.kind == "c":
         return _cast_complex(array, target, name)
     if array.dtype.kind == "c":
-        raise _lossy(array, name, "an imaginary part would be lost; store `.real`, or declare a complex field")
+        raise _lossy(
+            array, array == array, name, "an imaginary part would be lost; store `.real`, or declare a complex field"
+        )
     if target.kind in "biu":
         return _cast_integral(array, target, name)
     may_be_summed = array.size <= FEW and array.dtype.kind == target.kind == "f"
@@ -263,9 +265,9 @@ def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
         out = array.astype(target)
     if array.dtype.kind == "f":
         if not all_of(np.isfinite(out)) and (lost := np.isinf(out) & np.isfinite(array)).any():
-            raise _lossy(array[lost], name, "it would become infinite")
-    elif array.dtype.kind in "iu" and not _integers_equal(array, out):
-        raise _lossy(array, name, _ROUNDED)
+            raise _lossy(array, lost, name, "it would become infinite")
+    elif array.dtype.kind in "iu" and (rounded := _rounded(array, out)).any():
+        raise _lossy(array, rounded, name, _ROUNDED)
     return out
 
 
@@ -278,10 +280,12 @@ def _cast_integral(array: Array, target: np.dtype[Any], name: str) -> Array:
     if np.can_cast(array.dtype, target, "safe"):
         return array.astype(target)
     low, high = (0, 1) if target.kind == "b" else (int(np.iinfo(target).min), int(np.iinfo(target).max))
-    if array.dtype.kind == "f" and not (np.isfinite(array).all() and (np.trunc(array) == array).all()):
-        raise _lossy(array, name, "not a whole number; round it first, or declare a float field")
+    if array.dtype.kind == "f" and not (whole := np.isfinite(array) & (np.trunc(array) == array)).all():
+        raise _lossy(array, ~whole, name, "not a whole number; round it first, or declare a float field")
     if int(array.min()) < low or int(array.max()) > high:
-        raise _lossy(array, name, f"out of range {low} … {high}; declare a wider field")
+        # By plain numbers: numpy would compare 2**64 - 1 as the float 2**64.
+        beyond = np.array([not low <= int(value) <= high for value in array.ravel().tolist()]).reshape(array.shape)
+        raise _lossy(array, beyond, name, f"out of range {low} … {high}; declare a wider field")
     return array.astype(target)
 
 
@@ -312,20 +316,22 @@ def _to_bfloat16(array: Array) -> Array:
     rounded = np.where(np.isnan(array), upper, nearest)
     overflow = ((rounded & np.uint64(0x7FFF)) == 0x7F80) & np.isfinite(array)
     if overflow.any():
-        raise _lossy(array[overflow], "bfloat16", "it would become infinite")
+        raise _lossy(array, overflow, "bfloat16", "it would become infinite")
     return np.asarray(rounded, np.uint16)
 
 
-def _integers_equal(integers: Array, floats: Array) -> bool:
+def _rounded(integers: Array, floats: Array) -> Any:
+    """A mask of the integers that differ from what they became as floats."""
     exact = 2 ** (np.finfo(floats.dtype).nmant + 1)
     if -exact <= int(integers.min()) and int(integers.max()) <= exact:
-        return True
-    if not np.isfinite(floats).all():
-        return False
+        return np.False_
     # Python compares an int with a float exactly; numpy would round the int first.
-    return all(i == f for i, f in zip(integers.ravel().tolist(), floats.ravel().tolist(), strict=True))
+    differ = [i != f for i, f in zip(integers.ravel().tolist(), floats.ravel().tolist(), strict=True)]
+    return np.array(differ).reshape(integers.shape)
 
 
-def _lossy(values: Array, name: str, why: str) -> SchemaError:
-    shown = values.ravel()[:3].tolist()
-    return SchemaError(f"got {shown[0] if len(shown) == 1 else shown} ({values.dtype}), declared {name}: {why}")
+def _lossy(values: Array, lost: Any, name: str, why: str) -> SchemaError:
+    """The error for values of which some, where `lost` is true, cannot be kept."""
+    at = tuple(np.argwhere(lost)[0].tolist())
+    where = f" at {list(at)}" if at else ""
+    return SchemaError(f"got {values[at].item()}{where} ({values.dtype}), declared {name}: {why}")

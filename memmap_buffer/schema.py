@@ -375,11 +375,19 @@ class Schema:
 
         Args:
             values: nested dicts of values; a tuple stands for `item0`, `item1`, …
+
+        Raises:
+            SchemaError: a field is given twice, in a group and by its dotted name.
         """
         fields = self.all.keys()
         if values.keys() <= fields:
             return dict(values)
-        flat = dict(_leaves(values, fields=fields))
+        leaves = _leaves(values, fields=fields)
+        flat = dict(leaves)
+        if len(flat) < len(leaves):
+            names = [name for name, _ in leaves]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise SchemaError(f"field {twice!r} is given twice, in a group and by its dotted name", field=twice)
         for name in self.lists:
             if name in flat and LENGTHS + name in flat:
                 flat[name] = _without_padding(name, flat[name], flat.pop(LENGTHS + name))
@@ -466,6 +474,8 @@ class Schema:
         listed = ", ".join(names) or "none"
         what = f"which was not declared here; {did_you_mean(name, names) or f'declared are {listed}'}"
         expected = f"expected {listed}"
+        if members := [each for each in names if each.startswith(f"{name}.")]:
+            what = f"which is a group: give a dict of its fields, or name them: {', '.join(members)}"
         if other and name in self.all:
             kind = "meta field" if name in self.meta_fields else "per-timestep field"
             what = f"which is a {kind}; {other} takes it"

@@ -231,6 +231,13 @@ def test_a_complex_value_that_would_become_infinite_is_refused() -> None:
         ("5", "int64", r"got .*, declared int64: only numbers and bools convert"),
         (["a", "tail\0"], "U8", "a string that ends in NUL"),
         (np.datetime64(1, "D"), "int64", r"got .*, declared int64"),
+        ([1.0, math.nan], "int64", r"got nan at \[1\] \(float64\)"),
+        ([1, 300], "uint8", r"got 300 at \[1\] "),
+        ([1.0, 2.0**64], "uint64", r"got 1\.8446744073709552e\+19 at \[1\] "),
+        ([2.0, 1e39], "float32", r"got 1e\+39 at \[1\] "),
+        ([1, 2**53 + 1], "float64", r"got 9007199254740993 at \[1\] "),
+        ([1, 257], "bfloat16", r"got 257 at \[1\] "),
+        ([1.0, 1e39], "bfloat16", r"got 1e\+39 at \[1\] "),
         ([None, [3]], "int64", "no rectangular array"),
     ],
 )

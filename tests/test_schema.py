@@ -266,6 +266,17 @@ def test_an_unknown_name_in_a_step_is_answered_with_the_closest_one(tmp_path: Pa
         assert len(buffer) == 0
 
 
+def test_a_group_is_given_as_a_dict_and_each_field_once(tmp_path: Path) -> None:
+    buffer = ReplayBuffer(tmp_path, 2, 4, {"arm": {"grip": "int", "lift": "int"}})
+    arm, episode = {"grip": 1, "lift": 2}, buffer.begin_episode()
+    with pytest.raises(SchemaError, match=r"'arm', which is a group: give a dict.*: arm\.grip, arm\.lift"):
+        episode.store(arm=[1, 2])
+    with pytest.raises(SchemaError, match=r"field 'arm\.lift' is given twice") as caught:
+        episode.store(arm=arm, **{"arm.lift": 3})
+    assert caught.value.field == "arm.lift"
+    episode.store(arm=arm)
+
+
 def test_a_group_stands_for_its_fields() -> None:
     schema = Schema({"a": {"x": "int", "y": "int"}, "ab": "int"})
     assert schema.require(["a", "ab", "a.x"], "here") == ("a.x", "a.y", "ab")

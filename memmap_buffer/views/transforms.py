@@ -5,6 +5,7 @@ The views call `n_step_return`; users call the other functions, and give the cla
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -189,7 +190,8 @@ class Advantages:
 
     V is a field that was stored, or a key that an earlier transform adds. With `Trajectory(final_observation=True)` and
     V declared `final`, the V of the final observation follows the last step of an episode that was cut short; see
-    `advantages`. With `expand_scalars=True` all columns have one more axis, of length 1.
+    `advantages`. Without, it counts as 0, and a UserWarning says so. With `expand_scalars=True` all columns have one
+    more axis, of length 1.
 
     Args:
         value: the key of V, (B, T) or (B, T + 1).
@@ -224,6 +226,13 @@ class Advantages:
             raise SchemaError(
                 f"Advantages: some windows end before their episode, and the {self.value!r} of the step behind is not "
                 "there; take whole episodes, or give values (B, T + 1)"
+            )
+        if self.terminated is not None and values.shape[1] == rewards.shape[1] and not (over != 0).any(1).all():
+            warnings.warn(
+                f"Advantages: an episode was cut short, and the {self.value!r} behind its last step is not there, so "
+                "that counts as 0; declare it final=True, and read view=Trajectory(final_observation=True)",
+                UserWarning,
+                stacklevel=2,
             )
         lens, has_final = batch.get("_lens"), batch.get("_has_final")
         if lens is not None and has_final is not None and values.shape[1] > rewards.shape[1]:

@@ -188,11 +188,24 @@ class Writer:
             self._settled = True
             return done
         except BaseException as error:
-            name_in(error, self.storage.path)
-            if self.lock.mine:
-                with suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
-                    self._settle(files)
+            self._settle_after(error, files)
             raise
+
+    def _settle_after(self, error: BaseException, files: WriteHandles) -> None:
+        """Settle a change that ended with an error."""
+        name_in(error, self.storage.path)
+        if self.lock.mine:
+            with suppress(OSError):  # of a disk that is full, say: then the next call does it, or raises
+                self._settle(files)
+
+    def settle(self) -> None:
+        """Complete a change that was interrupted, and whose end was, too: so readers know what happened.
+
+        It leaves a change alone that this thread is in the middle of, as a handler of a signal may ask.
+        """
+        if not self._settled and self.lock.mine and not self.lock.turn._is_owned():
+            with suppress(MemmapBufferError, OSError):  # which the next call raises, if it cannot do it either
+                self.begin()
 
     def _settle(self, files: WriteHandles) -> None:
         """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""
@@ -675,10 +688,7 @@ class Writer:
                     self._give_back(joint.files)
             self._settled = True
         except BaseException as error:
-            name_in(error, self.storage.path)
-            if self.lock.mine:
-                with suppress(OSError):
-                    self._settle(joint.files)
+            self._settle_after(error, joint.files)
             raise
 
     def _show_records(self, joint: MappedRound, columns: Mapping[str, Array], ends: Sequence[End]) -> None:

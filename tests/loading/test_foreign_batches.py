@@ -401,6 +401,20 @@ class TestWholeEpisodes:
             buffer.batch(view=Window(3), transform=Advantages())
         assert buffer.batch(view=Window(5), transform=Advantages())["advantage"].shape[1] == 5
 
+    def test_an_episode_that_was_cut_short_has_no_advantages_without_a_word_where_nothing_follows(self, tmp_path):
+        fields = {"reward": "float", "terminated": "bool", "value": Field("float", (), final=True)}
+        buffer = ReplayBuffer(tmp_path, 2, 5, fields)
+        for n, over in ((5, True), (3, False)):
+            buffer.store_episode(
+                reward=np.zeros(n), terminated=(np.arange(n) == n - 1) & over, value=np.ones(n + (not over))
+            )
+        with pytest.warns(
+            UserWarning, match=r"cut short, and the 'value' behind its last step.*final_observation=True"
+        ):
+            buffer.batch(transform=Advantages())
+        buffer.batch([0], transform=Advantages())
+        buffer.batch(view=Trajectory(final_observation=True), transform=Advantages())
+
     def test_td_lambda_is_the_mixture_of_all_n_step_returns(self):
         rng, gamma, lambda_, n = np.random.default_rng(3), 0.9, 0.7, 6
         rewards, values = rng.normal(size=(1, n)), rng.normal(size=(1, n + 1))
