@@ -21,7 +21,7 @@ from memmap_buffer.api.marking import Markable
 from memmap_buffer.choices import QUANTILES, Shuffle, Tail
 from memmap_buffer.dtypes import Array, check_count, decode, to_numpy
 from memmap_buffer.errors import NotEnoughDataError, SchemaError, SchemaMismatchError, StaleEpisodeError
-from memmap_buffer.format.episode_table import IntArray
+from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.lock import Turn
 from memmap_buffer.items.weights import NumberedFolder, published_at
 from memmap_buffer.loading.batch_reader import ArraySpec, BatchReader, Patience
@@ -119,13 +119,13 @@ class Readable(Markable):
     @_retried
     def num_episodes(self) -> int:
         """The number of visible episodes, without those of which a `capacity` has dropped the first steps."""
-        return sum(len(table.whole) for table in self._folders.refresh())
+        return sum(len(table.whole) for table in self._counted())
 
     @property
     @_retried
     def num_steps(self) -> int:
         """The number of visible timesteps, with those of trimmed episodes."""
-        return sum(table.steps for table in self._folders.refresh())
+        return sum(table.steps for table in self._counted())
 
     @property
     def num_published(self) -> int:
@@ -709,6 +709,10 @@ class Readable(Markable):
                     priorities.open()
                     self._priorities[name] = priorities
         return priorities
+
+    def _counted(self) -> Iterable[EpisodeTable]:
+        """The episode table of each folder as it is now, to count by."""
+        return self._folders.refresh()
 
     def _settled(self) -> Folders:
         """The folders, after waiting for another thread that is changing the columns."""

@@ -7,7 +7,7 @@ and the `Writer` publishes. Here it is found out which of them a call means. `Ed
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from threading import get_ident
@@ -30,6 +30,7 @@ from memmap_buffer.writing.vector_env import EpisodeStream
 from memmap_buffer.writing.writer import Writer
 
 if TYPE_CHECKING:
+    from memmap_buffer.format.episode_table import EpisodeTable
     from memmap_buffer.format.storage import Storage
     from memmap_buffer.maintenance.publisher import Publisher
 
@@ -122,6 +123,10 @@ class Recording(Readable):
                 if self._unfinished is not None:  # an interruption left it, and no other thread completed it meanwhile
                     self._unfinished()
         return turn
+
+    def _counted(self) -> Iterable[EpisodeTable]:
+        self._writer.settle()  # these numbers tell whether a step that was interrupted is stored
+        return super()._counted()
 
     def _settled(self) -> Folders:
         with self.turn:

@@ -383,6 +383,8 @@ def test_an_interruption_while_the_end_of_an_interruption_runs_is_made_up_for_by
                 with pytest.raises(KeyboardInterrupt), buffer.one_episode(task=value):  # noqa: PT011 either of them
                     buffer.store(x=value)
             sys.settrace(None)
+            with ReplayBuffer.from_folder(tmp_path, read_only=True) as fresh:
+                assert (buffer.num_episodes, buffer.num_steps) == (fresh.num_episodes, fresh.num_steps), second.where
             record(buffer, value)
             assert require_whole(tmp_path, buffer, reader)[-1] == recorded(value), second.where
         assert at > 30
