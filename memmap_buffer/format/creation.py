@@ -29,7 +29,7 @@ def create(folder: Folder, layout: Layout, reserve: bool = False) -> None:
     with creating(folder, layout, reserve):
         if reserve:
             state = layout.arrays["/state"]
-            with folder.writing(state.name, state.header, state.size) as fd:
+            with folder.writing(state) as fd:
                 write_word(fd, 1, state.offset(0) + 8 * STATE_WORD["reserved"])
 
 
@@ -57,7 +57,7 @@ def creating(
         for key, array in made.items():
             whole = CAN_RESERVE and key in RESERVED
             with _claimed(mine, array.name):
-                folder.create_array(array.name, array.header, array.size, reserve or whole)
+                folder.create_array(array, reserve or whole)
         with naming(folder.path):
             yield
         for array in arrays:

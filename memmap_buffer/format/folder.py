@@ -5,7 +5,6 @@ array file only if it has exactly the header and size that the schema says.
 from __future__ import annotations
 
 import errno
-import math
 import mmap
 import os
 import stat
@@ -14,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +26,7 @@ from memmap_buffer.errors import (
     WriterLostError,
 )
 from memmap_buffer.format import syscalls
+from memmap_buffer.format.layout import ArrayFile
 from memmap_buffer.format.syscalls import (
     FOLDER,
     NEVER_FOLLOW,
@@ -76,23 +75,6 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
-
-
-class ToMap(NamedTuple):
-    """An array file to be mapped, of `size` bytes.
-
-    Its array may be given in another shape than the header says, of as many values.
-    """
-
-    name: str
-    header: bytes
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    size: int
-
-    @classmethod
-    def of(cls, name: str, header: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ToMap:
-        return cls(name, header, dtype, shape, len(header) + math.prod(shape) * dtype.itemsize)
 
 
 class Folder:
@@ -187,24 +169,24 @@ class Folder:
         """The error to raise where the system refuses to open `name`: its own, unless no plain file is there."""
         return self._corrupt(name, what) if error.errno in NO_FILE else error
 
-    def _checked(self, name: str, flags: int, header: bytes, size: int, directory: int | None = None) -> int:
-        """Open an array file. Raises CorruptBufferError: it is missing, or has another size or header than given."""
+    def _checked(self, file: ArrayFile, flags: int, directory: int | None = None) -> int:
+        """Open an array file. Raises CorruptBufferError: it is missing, or has another size or header than it must."""
         try:
-            fd, status = self._open(name, flags, directory)
+            fd, status = self._open(file.name, flags, directory)
         except FileNotFoundError:
-            raise self._corrupt(name, "is missing", size=0, expected=size) from None
-        got = status.st_size
-        if got == size and read_at(fd, len(header), 0) == header:
+            raise self._corrupt(file.name, "is missing", size=0, expected=file.size) from None
+        got, size = status.st_size, file.size
+        if got == size and read_at(fd, len(file.header), 0) == file.header:
             return fd
         os.close(fd)
         what = f"has {got} bytes, the schema says {size}" if got != size else "has another header than the schema says"
-        raise self._corrupt(name, what, size=got, expected=size)
+        raise self._corrupt(file.name, what, size=got, expected=size)
 
-    def map(self, name: str, header: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    def map(self, file: ArrayFile) -> Array:
         """The array of a file, mapped read-only, as a plain ndarray."""
-        return self.map_all([ToMap.of(name, header, dtype, shape)])[0]
+        return self.map_all([file])[0]
 
-    def map_all(self, files: Sequence[ToMap]) -> list[Array]:
+    def map_all(self, files: Sequence[ArrayFile]) -> list[Array]:
         """The arrays of some files, see `map`. Those of small files are unmapped together."""
         arrays: list[Array] = []
         try:
@@ -212,13 +194,13 @@ class Folder:
             maps = FileMaps(small) if small else None
             for sub, group in groupby(files, lambda file: file.name.rpartition("/")[0]):
                 with self._directory(sub) as directory:
-                    for name, header, dtype, shape, size in group:
-                        with Closing(self._checked(name, os.O_RDONLY, header, size, directory)) as fd:
-                            if maps is None or size >= LARGE:
-                                memory, start = map_file(fd, size), 0
+                    for file in group:
+                        with Closing(self._checked(file, os.O_RDONLY, directory)) as fd:
+                            if maps is None or file.size >= LARGE:
+                                memory, start = map_file(fd, file.size), 0
                             else:
-                                memory, start = maps.memory, maps.add(fd, size)
-                        arrays.append(np.ndarray(shape, dtype, memory, start + len(header)))
+                                memory, start = maps.memory, maps.add(fd, file.size)
+                        arrays.append(_array_in(memory, file, start))
         except OSError as error:
             file, remedy = files[len(arrays)], _TOO_MANY.get(error.errno or 0)
             if isinstance(error, FileNotFoundError):  # of the subfolder
@@ -228,33 +210,33 @@ class Folder:
             raise OSError(error.errno, f"{self.path / file.name}: {remedy}, or read fewer folders at once") from None
         return arrays
 
-    def map_to_change(self, name: str, header: bytes, size: int, *, shared: bool) -> tuple[int, mmap.mmap]:
-        """A descriptor, which the caller closes, and a map of a whole file; stores reach the file only if `shared`.
+    def map_to_change(self, file: ArrayFile, *, shared: bool) -> tuple[int, Array]:
+        """A descriptor, which the caller closes, and a file's mapped array; stores reach the file only if `shared`.
 
         A store into a shared map kills the process (SIGBUS) if its block is not allocated and the disk is full.
         """
-        fd = self._checked(name, os.O_RDWR, header, size)
+        fd = self._checked(file, os.O_RDWR)
         try:
-            mapped = mmap.mmap(fd, size, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY)
+            mapped = mmap.mmap(fd, file.size, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY)
             if hasattr(mmap, "MADV_RANDOM"):
                 mapped.madvise(mmap.MADV_RANDOM)
         except BaseException:
             os.close(fd)
             raise
-        return fd, mapped
+        return fd, _array_in(mapped, file)
 
-    def map_shared(self, name: str, header: bytes, size: int) -> Array:
-        """A shared map of a whole file, without a descriptor; stores may kill the process, see `map_to_change`."""
-        with Closing(self._checked(name, os.O_RDWR, header, size)) as fd:
-            return map_file(fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
+    def map_shared(self, file: ArrayFile) -> Array:
+        """An array in a shared map, without a descriptor; stores may kill the process, see `map_to_change`."""
+        with Closing(self._checked(file, os.O_RDWR)) as fd:
+            return _array_in(map_file(fd, file.size, mmap.PROT_READ | mmap.PROT_WRITE), file)
 
-    def open_to_read(self, name: str, header: bytes, size: int) -> int:
+    def open_to_read(self, file: ArrayFile) -> int:
         """A descriptor to copy from; the caller closes it."""
-        return self._checked(name, os.O_RDONLY, header, size)
+        return self._checked(file, os.O_RDONLY)
 
-    def forget(self, name: str, header: bytes, size: int, ranges: Iterable[tuple[int, int]]) -> None:
+    def forget(self, file: ArrayFile, ranges: Iterable[tuple[int, int]]) -> None:
         """Drop the pages of byte ranges (first, stop) from the system's cache, unless somebody uses them."""
-        with Closing(self._checked(name, os.O_RDONLY, header, size)) as fd:
+        with Closing(self._checked(file, os.O_RDONLY)) as fd:
             for first, stop in ranges:
                 syscalls.forget(fd, *_pages(first, stop))
 
@@ -277,34 +259,35 @@ class Folder:
             syscalls.punch(fd, start, stop, mmap.PAGESIZE)  # by pages: also files smaller than `BLOCK` give space back
 
     @contextmanager
-    def writing(self, name: str, header: bytes, size: int) -> Iterator[int]:
+    def writing(self, file: ArrayFile) -> Iterator[int]:
         """A descriptor for `write_all`; at the end of the block all is on the disk, and the descriptor closed."""
-        with Closing(self.open_to_write(name, header, size)) as fd, naming(self.path / name):
+        with Closing(self.open_to_write(file)) as fd, naming(self.path / file.name):
             yield fd
             barrier(fd)
 
-    def open_to_write(self, name: str, header: bytes, size: int) -> int:
+    def open_to_write(self, file: ArrayFile) -> int:
         """A descriptor for `write_all`; the caller closes it."""
         self._require_in_place()
-        return self._checked(name, os.O_RDWR, header, size)
+        return self._checked(file, os.O_RDWR)
 
-    def create_array(self, name: str, header: bytes, size: int, reserve: bool = False) -> None:
+    def create_array(self, file: ArrayFile, reserve: bool = False) -> None:
         """Create an array file of zeros, sparse unless its space is reserved; after an error there is no such file.
 
         Raises: SchemaError: the file system cannot hold it. OSError (ENOSPC): `reserve` finds no space.
         """
-        with self._making(name) as (fd, _):
+        path = self.path / file.name
+        with self._making(file.name) as (fd, _):
             try:
-                syscalls.system.truncate(fd, size)
+                syscalls.system.truncate(fd, file.size)
                 if reserve:
-                    syscalls.system.reserve(fd, size)
-                write_all(fd, header, 0)
+                    syscalls.system.reserve(fd, file.size)
+                write_all(fd, file.header, 0)
             except OSError as error:
                 if error.errno in (errno.EFBIG, errno.EINVAL, errno.EOVERFLOW):
                     raise SchemaError(
-                        f"{self.path / name}: a file of {size / 2**40:.1f} TiB is more than this file system allows; "
+                        f"{path}: a file of {file.size / 2**40:.1f} TiB is more than this file system allows; "
                         "lower max_episodes or max_timesteps, or split the buffer into several folders",
-                        path=self.path / name,
+                        path=path,
                     ) from error
                 raise
 
@@ -362,6 +345,13 @@ class Folder:
             if sync:
                 barrier(fd)
                 syscalls.system.sync_folder(directory)
+
+    def replace_file(self, name: str, *parts: bytes) -> None:
+        """Put a file of `parts` in the place of another; killed at any point, one of the two is there, whole."""
+        new = f"{name}.new"
+        self.unlink(new, missing_ok=True)  # left by a process that was killed
+        self.write_new(new, *parts, sync=True)
+        self.rename(new, name)
 
     def rename(self, old: str, new: str) -> None:
         """Rename a file, replacing one of the new name; on the disk at return, if both names are in one subfolder."""
@@ -564,6 +554,11 @@ class Folder:
             yield
         finally:
             lock.release()
+
+
+def _array_in(memory: Array | mmap.mmap, file: ArrayFile, start: int = 0) -> Array:
+    """The array of a file that is mapped in `memory` from byte `start` on."""
+    return np.ndarray(file.shape, file.dtype, memory, start + len(file.header))
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:

@@ -22,8 +22,7 @@ from memmap_buffer.cached import cached_property
 from memmap_buffer.codecs import codec_from_json, codec_to_json
 from memmap_buffer.dtypes import check_count, is_dtype_name
 from memmap_buffer.errors import CorruptBufferError, MemmapBufferError, NotABufferError, SchemaError
-from memmap_buffer.format.folder import ToMap
-from memmap_buffer.format.records import RECORD, STATE, WORDS
+from memmap_buffer.format.records import RECORD, STATE
 from memmap_buffer.format.syscalls import npy_header, random_bytes
 from memmap_buffer.schema import ENDS, MAX_DIMENSIONS, MAX_FIELDS, Field, Schema
 
@@ -83,6 +82,15 @@ class ArrayFile:
     @cached_property
     def row_bytes(self) -> int:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class PlainFile(ArrayFile):
+    """A file of bytes, without a header."""
+
+    header = b""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(name, _BYTE, (size,))
 
 
 @lru_cache(256)
@@ -228,15 +236,6 @@ class Layout:
         for name, field in self.schema.meta_fields.items():
             files[name] = ArrayFile(f"meta/{name}.npy", field.storage, (self.slots, *field.shape))
         return files
-
-    @cached_property
-    def files_to_map(self) -> list[ToMap]:
-        """The files of `arrays`, as they are mapped: records and state as words, a field with one axis of rows."""
-        kinds = {key: (file.dtype, file.shape) for key, file in self.arrays.items()}
-        kinds |= {name: (self.arrays[name].dtype, self.rows_shape(name)) for name in self.schema.fields}
-        word = np.dtype(np.uint64)
-        kinds["/episodes"], kinds["/state"] = (word, (self.slots, WORDS)), (word, (STATE.itemsize // word.itemsize,))
-        return [ToMap.of(file.name, file.header, *kinds[key]) for key, file in self.arrays.items()]
 
     def grown_bytes(self, key: str) -> int:
         """The bytes of a file on the disk when the buffer is full.
@@ -391,7 +390,7 @@ class Layout:
 
     def of_id(self, id: str) -> Layout:
         """This layout of another buffer: what follows from it is found once for all shards of a root."""
-        _ = self.files_to_map, self.coded  # the copies share them
+        _ = self.coded  # the copies share it, and `arrays`
         other = copy.copy(self)
         object.__setattr__(other, "id", id)
         return other

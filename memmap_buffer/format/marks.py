@@ -130,9 +130,7 @@ class Marks:
                 if len(data) > MAX_BYTES:
                     got = f"{self.folder.path / self.name}: got {len(data):,} bytes of marks"
                     raise SchemaError(f"{got}, expected at most {MAX_BYTES:,}; shorten notes")
-                self.folder.unlink(f"{self.name}.new", missing_ok=True)  # left by a process that was killed
-                self.folder.write_new(f"{self.name}.new", data, sync=True)
-                self.folder.rename(f"{self.name}.new", self.name)
+                self.folder.replace_file(self.name, data)
                 return everything[folder_id]
         except BufferLockedError as error:
             path = self.folder.path / self.lock

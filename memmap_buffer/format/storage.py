@@ -200,14 +200,14 @@ class Storage:
     def maps(self) -> Maps:
         layout = self.layout
         with self.folder.kept_open() as folder:  # all files of one folder, even if another takes its place now
-            maps = folder.map_all(layout.files_to_map)
+            maps = folder.map_all([*layout.arrays.values()])
             self._state_file = folder.file_key(layout.arrays["/state"].name)
         mapped, schema = dict(zip(layout.arrays, maps, strict=True)), layout.schema
         return Maps(
-            mapped["/episodes"],
-            mapped["/state"],
+            mapped["/episodes"].view(np.uint64).reshape(-1, WORDS),
+            mapped["/state"].view(np.uint64),
             mapped["/checksums"],
-            {name: mapped[name] for name in schema.fields},
+            {name: mapped[name].reshape(layout.rows_shape(name)) for name in schema.fields},
             {name: mapped[name] for name in schema.meta_fields},
             {name: self._coded(name, field, mapped) for name, field in self.layout.coded.items()},
         )

@@ -219,7 +219,7 @@ class _Sample:
             file = self._storage.layout.arrays[key]
             width, head = place.array.nbytes // max(1, len(place.array)), len(file.header)
             byte_ranges = zip((head + place.begin * width).tolist(), (head + place.stop * width).tolist(), strict=True)
-            self._storage.folder.forget(file.name, file.header, file.size, byte_ranges)
+            self._storage.folder.forget(file, byte_ranges)
 
     def read(self, part: IntArray) -> None:
         """Read timesteps of the sample, as batches are read: request all pages, then copy the rows, or blobs."""

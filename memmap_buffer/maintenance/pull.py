@@ -168,7 +168,7 @@ def _pull_blocks(published: Published, target: Folder) -> Iterator[None]:
     for name, first in published.files.first.items():
         array, block = arrays[name], published.files.block[name]
         is_new, stop = _make(target, array), first + num_blocks(array.size, block)
-        with target.writing(name, array.header, array.size) as fd:
+        with target.writing(array) as fd:
             for begin in range(first, stop, BATCH_BYTES // block):
                 blocks = range(begin, min(begin + BATCH_BYTES // block, stop))
                 missing = [block for block in blocks if is_new or not _is_whole(published, fd, block)]
@@ -187,11 +187,11 @@ def _make(target: Folder, array: ArrayFile) -> bool:
     """Create a file, unless an interrupted call began it; returns whether it was created."""
     if target.exists(array.name):
         try:
-            with target.writing(array.name, array.header, array.size):
+            with target.writing(array):
                 return False
         except CorruptBufferError:  # its size or header is wrong: of another version, or not yet written
             target.unlink(array.name)
-    target.create_array(array.name, array.header, array.size)
+    target.create_array(array)
     return True
 
 

@@ -21,7 +21,7 @@ from memmap_buffer.format.blobs import end_of, fault, lengths_of
 from memmap_buffer.format.checksums import checksum_row, digest_of
 from memmap_buffer.format.creation import LEFT_BEHIND, RESERVED
 from memmap_buffer.format.folder import UPDATE, Folder
-from memmap_buffer.format.layout import BLOBS, MAX_SCHEMA_BYTES, ArrayFile, Layout
+from memmap_buffer.format.layout import BLOBS, MAX_SCHEMA_BYTES, ArrayFile, Layout, PlainFile
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import CHECKED, CUT, FINAL, GENERATION, MAX_SERIAL, OPEN, RECORD, seal
 from memmap_buffer.format.storage import Storage
@@ -183,19 +183,18 @@ def _free(place: Folder, name: str, suffix: str = "") -> str:
     return next(f"{path}.{n}" for n in count() if not place.exists(f"{path}.{n}{suffix}"))
 
 
-def _copy(
-    place: Folder, name: str, new: str, first: int, size: int, header: bytes = b"", *, reserve: bool = False
-) -> None:
-    """Write a header and `size` bytes of a file, from offset `first` on, to a new file. Holes stay, unless `reserve`.
+def _copy(place: Folder, name: str, new: ArrayFile, first: int, *, reserve: bool = False) -> None:
+    """Fill a new file with the bytes of another, from offset `first` on. Holes stay, unless `reserve`.
 
     No byte is read through a map: on a full tmpfs, a read of a hole kills the process.
     """
-    place.create_array(new, header, len(header) + size, reserve)
-    with place.reading(name) as (source, _), place.writing(new, header, len(header) + size) as target:
-        for at in range(first, first + size, CHUNK):
-            count = min(CHUNK, first + size - at)
+    place.create_array(new, reserve)
+    start, stop = new.offset(0), first + new.size - new.offset(0)
+    with place.reading(name) as (source, _), place.writing(new) as target:
+        for at in range(first, stop, CHUNK):
+            count = min(CHUNK, stop - at)
             if not is_hole(source, at, at + count):
-                write_all(target, read_at(source, count, at), len(header) + at - first)
+                write_all(target, read_at(source, count, at), start + at - first)
     place.sync_folders(LOST)
 
 
@@ -207,9 +206,9 @@ def _unlink_twin(place: Folder, survey: Survey, key: str) -> None:
     if survey.linked(key):
         array = survey.layout.arrays[key]
         size = survey.size_of(key) if key in survey.broken else array.size
-        copy = _free(place, array.name)
-        _copy(place, array.name, copy, 0, size, reserve=_is_reserved(survey, key))
-        place.rename(copy, array.name)
+        copy = PlainFile(_free(place, array.name), size)
+        _copy(place, array.name, copy, 0, reserve=_is_reserved(survey, key))
+        place.rename(copy.name, array.name)
 
 
 def _is_reserved(survey: Survey, key: str) -> bool:
@@ -224,15 +223,16 @@ def _repair_file(place: Folder, survey: Survey, key: str) -> None:
     array, size, reserve = survey.layout.arrays[key], survey.size_of(key), _is_reserved(survey, key)
     if not size:
         _move(place, array.name)
-        place.create_array(array.name, array.header, array.size, reserve)
+        place.create_array(array, reserve)
         return
     with place.reading(array.name) as (fd, _):
         head = read_at(fd, len(array.header), 0)
     if head != array.header:
-        _copy(place, array.name, _free(place, f"{array.name}.header"), 0, len(head))
+        _copy(place, array.name, PlainFile(_free(place, f"{array.name}.header"), len(head)), 0)
     if size > array.size:
-        _copy(place, array.name, _free(place, f"{array.name}.tail"), array.size, size - array.size)
-    with place.writing(array.name, b"", size) as fd:
+        tail = PlainFile(_free(place, f"{array.name}.tail"), size - array.size)
+        _copy(place, array.name, tail, array.size)
+    with place.writing(PlainFile(array.name, size)) as fd:
         if reserve:  # before the size is set: a file of the right size and header counts as whole
             syscalls.system.reserve(fd, array.size)
         syscalls.system.truncate(fd, array.size)
@@ -246,8 +246,7 @@ def _drop_fields(place: Folder, layout: Layout, lost: set[str]) -> None:
     for name in sorted(lost):
         for key in layout.keys_of(name):
             _move(place, layout.arrays[key].name)
-    place.write_new("schema.json.new", layout.without(lost).to_json(), sync=True)
-    place.rename("schema.json.new", "schema.json")
+    place.replace_file("schema.json", layout.without(lost).to_json())
 
 
 def _repair_state(place: Folder, survey: Survey) -> None:
@@ -257,8 +256,7 @@ def _repair_state(place: Folder, survey: Survey) -> None:
 
 
 def _write_state(place: Folder, layout: Layout, words: dict[str, int]) -> None:
-    array = layout.arrays["/state"]
-    with place.writing(array.name, array.header, array.size) as fd:
+    with place.writing(layout.arrays["/state"]) as fd:
         write_counters(fd, layout, words)
 
 
@@ -283,7 +281,7 @@ def _repair_checksums(place: Folder, survey: Survey, findings: Iterable[Finding]
             checksums[slot] = np.frombuffer(row, array.dtype)
         _exchange(place, survey, "/checksums", checksums)
     spoilt = {finding.slot for finding in findings if finding.file == array.name}
-    with place.writing(array.name, array.header, array.size) as fd, _records(place, layout) as put:
+    with place.writing(array) as fd, _records(place, layout) as put:
         for slot in [slot for slot in slots if slot in spoilt | is_open]:
             row = _checksums(now, slot)
             write_all(fd, row, array.offset(slot))
@@ -316,7 +314,7 @@ def _exchange(place: Folder, survey: Survey, key: str, data: Array) -> None:
     new = _free(place, f"{array.name}.new")
     place.write_new(new, array.header, data.tobytes(), sync=True)
     if size:
-        _copy(place, array.name, _free(place, array.name), 0, size)
+        _copy(place, array.name, PlainFile(_free(place, array.name), size), 0)
     else:
         _move(place, array.name)
     place.rename(new, array.name)
@@ -329,7 +327,7 @@ def _exchange(place: Folder, survey: Survey, key: str, data: Array) -> None:
 def _records(place: Folder, layout: Layout) -> Iterator[Callable[[int, bytes], None]]:
     """A function (slot, record) that writes one record, by one system call, within the block."""
     array = layout.arrays["/episodes"]
-    with place.writing(array.name, array.header, array.size) as fd:
+    with place.writing(array) as fd:
         yield lambda slot, record: write_all(fd, record, array.offset(slot))
 
 
@@ -400,8 +398,8 @@ def _copy_away(place: Folder, survey: Survey, slot: int) -> None:
         parts[name] = name, layout.arrays[name].offset(slot), values[slot : slot + 1]
     base = _free(place, f"slot-{slot}", ".record.npy")
     for name, (key, offset, part) in parts.items():
-        header = ArrayFile(name, part.dtype, part.shape).header
-        _copy(place, layout.arrays[key].name, f"{base}.{name}.npy", offset, part.nbytes, header)
+        copy = ArrayFile(f"{base}.{name}.npy", part.dtype, part.shape)
+        _copy(place, layout.arrays[key].name, copy, offset)
 
 
 def _region(survey: Survey, name: str, slot: int, index: Array) -> range:

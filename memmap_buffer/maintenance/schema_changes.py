@@ -53,10 +53,7 @@ def add(files: WriteHandles, name: str, field: Field, *, meta: bool, rows_of: Ca
     fill = np.zeros_like(field.in_file.fill) if zeros else field.in_file.fill
     with creating(folder, new, bool(files.storage.state("reserved")), only=keys):
         with ExitStack() as opened:
-            made = [(key, new.arrays[key]) for key in keys]
-            fd = {
-                key: opened.enter_context(folder.writing(array.name, array.header, array.size)) for key, array in made
-            }
+            fd = {key: opened.enter_context(folder.writing(new.arrays[key])) for key in keys}
             for slot in progress(np.flatnonzero(table.valid).tolist(), f"add_field {name}"):
                 if rows_of is not None and slot in visible:
                     written, content = _in_files(new, name, field, slot, rows_of(slot))

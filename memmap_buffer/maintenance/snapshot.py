@@ -20,7 +20,7 @@ from memmap_buffer.format.blobs import lengths_of
 from memmap_buffer.format.creation import creating
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
-from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
+from memmap_buffer.format.layout import BLOBS, DICTIONARY, ArrayFile, Layout
 from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import (
     CHECK,
@@ -123,12 +123,12 @@ def new_copy(source: Storage, path: Path, layout: Layout, subfolders: Sequence[s
 
 
 @contextmanager
-def _opened(opener: Callable[[str, bytes, int], int], layout: Layout) -> Iterator[dict[str, int]]:
-    """Key -> file descriptor of each array file, open within the block. Args: opener: opens (name, header, size)."""
+def _opened(opener: Callable[[ArrayFile], int], layout: Layout) -> Iterator[dict[str, int]]:
+    """Key -> file descriptor of each array file, open within the block."""
     opened: dict[str, int] = {}
     try:
         for key, array in layout.arrays.items():
-            opened[key] = opener(array.name, array.header, array.size)
+            opened[key] = opener(array)
         yield opened
     finally:
         close_all(opened)

@@ -256,9 +256,7 @@ def _keep(folder: Folder, result: Statistics, episodes: Mapping[str, int]) -> No
     fields = {name: vars(field) | {"quantiles": [*field.quantiles.items()]} for name, field in result.fields.items()}
     document = {**episodes, "last_serial": result.last_serial, "num_episodes": result.num_episodes, "fields": fields}
     try:
-        folder.unlink(f"{FILE}.new", missing_ok=True)
-        folder.write_new(f"{FILE}.new", json.dumps(document, default=np.ndarray.tolist).encode(), sync=True)
-        folder.rename(f"{FILE}.new", FILE)
+        folder.replace_file(FILE, json.dumps(document, default=np.ndarray.tolist).encode())
     except (OSError, WriterLostError) as error:
         log.warning("%s: the statistics could not be kept in %s: %s", folder.path, FILE, error)
 

@@ -21,7 +21,7 @@ from memmap_buffer.errors import MemmapBufferError
 from memmap_buffer.format.blobs import beyond, fault
 from memmap_buffer.format.creation import LEFT_BEHIND
 from memmap_buffer.format.folder import UPDATE
-from memmap_buffer.format.layout import BLOBS, ArrayFile
+from memmap_buffer.format.layout import BLOBS, ArrayFile, PlainFile
 from memmap_buffer.format.records import (
     CHECK,
     CHECKED,
@@ -172,15 +172,14 @@ class Survey(Storage):
 
     def _bytes(self, key: str, array: ArrayFile) -> Array:
         """The bytes of a file after its header, (n,) uint8, as many as are there."""
-        start, byte = len(array.header), np.dtype(np.uint8)
         try:
-            return self.folder.map(array.name, array.header, byte, (array.size - start,))
+            return self.folder.map(array).reshape(-1).view(np.uint8)
         except OSError as error:
             self._broken[key] = error
-            size = _size(error)
+            start, size = len(array.header), _size(error)
         if size <= start:
-            return np.empty(0, byte)
-        return self.folder.map(array.name, b"", byte, (size,))[start : array.size]
+            return np.empty(0, np.uint8)
+        return self.folder.map(PlainFile(array.name, size))[start : array.size]
 
     @cached_property
     def strangers(self) -> dict[str, str]:
@@ -191,7 +190,7 @@ class Survey(Storage):
     def _own_words(self, key: str) -> str:
         """The shape and dtype in the header of a broken file, if its size fits them: another buffer's file. Else ""."""
         array, size = self.layout.arrays[key], self.size_of(key)
-        head = self.folder.map(array.name, b"", np.dtype(np.uint8), (size,))[:4096].tobytes()
+        head = self.folder.map(PlainFile(array.name, size))[:4096].tobytes()
         match = _HEADER.match(head, 10)
         if match is None or size == array.size:
             return ""

@@ -332,7 +332,7 @@ class TreeFile:
         data: dict[str, bytes] = {}
         for array_file, size in ((file, file.size - len(file.header)), (nodes, 0)):
             try:
-                fd = {"": folder.open_to_read(array_file.name, array_file.header, array_file.size)}
+                fd = {"": folder.open_to_read(array_file)}
             except CorruptBufferError as error:
                 if "size" not in error.named:
                     raise
@@ -365,8 +365,8 @@ class TreeFile:
         self.tree = SumTree(self._nodes.array, self.leaves, minima=minima)
         close_all(self._fd)
         self._at_once = shared = self._nodes.shared
-        self._fd["head"], mapped = self._folder.map_to_change(head.name, head.header, head.size, shared=shared)
-        self._words, self._written = np.frombuffer(mapped, np.uint64, len(self._head), len(head.header)), set()
+        self._fd["head"], self._words = self._folder.map_to_change(head, shared=shared)
+        self._written = set()
         if not shared:
             text = "%s: this file system does not overwrite in place, so changes of the priorities %r stay in memory "
             log.info(text + "until checkpoint()", self.storage.path, self.name)
@@ -395,7 +395,7 @@ class TreeFile:
         self._nodes_file = nodes_file(f"{final.name}.new", self.leaves)
         try:
             folder.unlink(self._nodes_file.name, missing_ok=True)
-            folder.create_array(self._nodes_file.name, self._nodes_file.header, self._nodes_file.size)
+            folder.create_array(self._nodes_file)
             self._map()
             self._restore(*kept)
             assert self._nodes is not None
@@ -410,18 +410,12 @@ class TreeFile:
         """A head whose generation is odd, on the disk before anything else is changed."""
         folder, head = self._folder, self._head_file
         try:
-            with folder.writing(head.name, head.header, head.size) as fd:
+            with folder.writing(head) as fd:
                 write_word(fd, 1, head.offset(GENERATION))
         except CorruptBufferError:  # missing or torn
-            new = f"{head.name}.new"
-            for name in (new, head.name):
-                folder.unlink(name, missing_ok=True)
-            folder.create_array(new, head.header, head.size)
             words = np.zeros(head.shape, np.uint64)
             words[GENERATION], words[MAXIMUM] = 1, _bits(self.maximum)
-            with folder.writing(new, head.header, head.size) as fd:
-                write_all(fd, words, head.offset(0))
-            folder.rename(new, head.name)
+            folder.replace_file(head.name, head.header, words.tobytes())
 
     def stored(self) -> tuple[float | None, float | None]:
         """(α, ε) that the files tell of; None where there are none, or they are damaged."""
@@ -429,8 +423,8 @@ class TreeFile:
         if not self._folder.exists(head.name):
             return None, None
         try:
-            words = self._folder.map(head.name, head.header, head.dtype, head.shape)
-            alpha = float(self._folder.map(nodes.name, nodes.header, nodes.dtype, nodes.shape)[0])
+            words = self._folder.map(head)
+            alpha = float(self._folder.map(nodes)[0])
         except CorruptBufferError:
             return None, None
         epsilon = float(words[EPSILON : EPSILON + 1].view(np.float64)[0])
@@ -483,7 +477,7 @@ class TreeFile:
         if not self._folder.exists(file.name):
             return none
         try:
-            old = self._folder.map(file.name, file.header, file.dtype, file.shape)
+            old = self._folder.map(file)
         except CorruptBufferError:  # torn
             return none
         slots = np.flatnonzero(self.pairs[:, 0])
@@ -552,11 +546,10 @@ class Nodes:
         self._first = capacity_of(leaves)
         self._bits = CHUNK_BITS if self.shared else PAGE_BITS
         self._lead = file.offset(0) // 8  # words before node 0
-        fd, mapped = folder.map_to_change(file.name, file.header, file.size, shared=self.shared)
+        fd, self.array = folder.map_to_change(file, shared=self.shared)
         self._fd = {"": fd}
         self._finalizer = weakref.finalize(self, close_all, self._fd)
         self._finalizer.atexit = False
-        self.array: FloatArray = np.frombuffer(mapped, np.float64, file.shape[0], len(file.header))
         blocks = ((file.shape[0] + self._lead) >> self._bits) + 1
         self._marked = np.zeros(blocks, np.bool_)  # leaves: shared, they may be stored to; private, they were
         self._written = np.zeros(blocks, np.bool_)

@@ -76,10 +76,8 @@ class Blocks:
     def __init__(self, folder: Folder, files: DataFiles, locks: RangeLocks) -> None:
         self.path, self.files = folder.path, files
         self.sizes, count = files.block_sizes(), files.count
-        file = words_file(count)
-        mapped = folder.map_shared(NAME, file.header, file.size)
+        whole: Words = folder.map_shared(words_file(count))
         self.key = folder.file_key(NAME)
-        whole = np.frombuffer(mapped, np.uint32, -1, len(file.header))
         self.words: Words = whole[: 3 * count].reshape(-1, 3)
         self._boot: Words = whole[3 * count : 3 * count + _BOOT]
         self._removal: Words = whole[3 * count + _BOOT :]

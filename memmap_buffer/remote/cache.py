@@ -18,7 +18,7 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, SchemaError
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.host import file_system
-from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout
+from memmap_buffer.format.layout import MAX_SCHEMA_BYTES, Layout, PlainFile
 from memmap_buffer.format.source import BLOCK, WINDOWS
 from memmap_buffer.format.syscalls import RangeLocks, locked, random_bytes, read_at, renew_after_fork, write_word
 from memmap_buffer.remote.blocks import COUNTER, LOCAL, NAME, USED, Blocks, IntArray, Words, by_last_use
@@ -101,7 +101,7 @@ class Cache:
         content = self._heads.get(name)
         if content is None:
             with suppress(OSError, CorruptBufferError):
-                content = self._heads[name] = Folder(self.path).map(head_object(name), b"", np.dtype(np.uint8), (size,))
+                content = self._heads[name] = Folder(self.path).map(PlainFile(head_object(name), size))
         return content
 
     def keep_head(self, name: str, data: bytes) -> Array:

@@ -23,7 +23,7 @@ from memmap_buffer.dtypes import Array
 from memmap_buffer.errors import CorruptBufferError, RemoteError, SchemaError
 from memmap_buffer.format.blobs import CodedRows, Dictionary, lengths_of
 from memmap_buffer.format.checksums import EMPTY, Sums
-from memmap_buffer.format.folder import Folder, ToMap
+from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, Layout
 from memmap_buffer.format.records import WORDS
 from memmap_buffer.format.source import Rows, Traffic, Wanted
@@ -61,7 +61,7 @@ class Local:
     def __init__(self, folder: Folder, blocks: Blocks, layout: Layout) -> None:
         self.blocks = blocks
         files = {key: file for key, file in layout.arrays.items() if is_data(file)}
-        maps = folder.map_all([ToMap.of(f.name, f.header, f.dtype, f.shape) for f in files.values()])
+        maps = folder.map_all([*files.values()])
         self.arrays = dict(zip(files, maps, strict=True))
         self.coded: dict[str, CodedRows] = {}
 
@@ -205,7 +205,7 @@ class Mirror(Published):
                 folder.write_new(name, data, sync=False)
             for array in self.layout.arrays.values():
                 if is_data(array):
-                    folder.create_array(array.name, array.header, array.size)
+                    folder.create_array(array)
             folder.write_new(NAME, new_words(self.files.count), sync=False)
             try:
                 new.rename(self.path)

@@ -68,7 +68,7 @@ class WriteHandles:
         self._following = 0
         self.behind = False
         for key, array in arrays.items():
-            self.fd[key] = storage.folder.open_to_write(array.name, array.header, array.size)
+            self.fd[key] = storage.folder.open_to_write(array)
         self.stores = not power and stores_are_writes(storage.path)
         self._counters = self._mapped_counters()
         self.mapped: Mapping[str, Array] = {}  # field -> its rows, once they are mapped for stores
@@ -93,11 +93,9 @@ class WriteHandles:
 
     def map(self, key: str) -> Array:
         """A file mapped so that stores reach it. Raises OSError, ValueError: it cannot be."""
-        array = self.layout.arrays[key]
-        fd, mapped = self.storage.folder.map_to_change(array.name, array.header, array.size, shared=True)
+        fd, array = self.storage.folder.map_to_change(self.layout.arrays[key], shared=True)
         close_all({"": fd})
-        out: Array = np.frombuffer(mapped, array.dtype, offset=len(array.header)).reshape(array.shape)
-        return out
+        return array
 
     def _mapped_counters(self) -> Words | None:
         """The words of state.npy for stores, at a tenth of the time of a write each; None where they are written.
@@ -108,7 +106,7 @@ class WriteHandles:
             return None
         try:
             allocate(self.fd["/state"], 0, self.layout.arrays["/state"].size)  # a copy may have holes
-            return self.map("/state").view(np.uint64).reshape(-1)
+            return self.map("/state").view(np.uint64)
         except (OSError, ValueError, CorruptBufferError) as error:  # no memory for another map, say
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise

@@ -21,7 +21,7 @@ def made(path, leaves, minima=False):
     file = nodes_file("nodes.npy", leaves)
     path.mkdir(exist_ok=True)
     folder = Folder(path)
-    folder.create_array(file.name, file.header, file.size)
+    folder.create_array(file)
     assert len(file.header) == HEADER
     return Nodes(folder, file, leaves, minima=minima), path / file.name
 
