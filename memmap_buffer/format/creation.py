@@ -119,8 +119,7 @@ def discard_unfinished(folder: Folder, only: Collection[str] | None = None) -> N
 def _discard(folder: Folder, schema: str, only: Collection[str] | None) -> None:
     kept = _listed(folder, "schema.json") if folder.exists("schema.json") else set()
     gone = {name for name in _listed(folder, schema) - kept if only is None or name in only}
-    for name in gone:
-        folder.unlink(name, missing_ok=True)
+    folder.unlink(*gone, missing_ok=True)
     # The files must be gone for good before their schema goes: without it nobody could tell whose they are.
     for sub in {name.rpartition("/")[0] for name in gone}:
         with suppress(FileNotFoundError, CorruptBufferError):  # the subfolder was never made, or is not ours
@@ -145,11 +144,9 @@ def remove(folder: Folder) -> None:
     """Remove a buffer whose lock is held: it becomes a creation that was not finished, and is discarded as such."""
     _listed(folder, "schema.json")  # raises before anything is removed, if the schema does not tell the files
     discard_unfinished(folder)
-    for name in (UPDATE, f"{UPDATE}.bad"):
-        folder.unlink(name, missing_ok=True)
-    for name in folder.list("priority"):
-        if name.endswith(".head.npy"):  # it names serials, which the next buffer counts from 0 again
-            folder.unlink(f"priority/{name}")
+    folder.unlink(UPDATE, f"{UPDATE}.bad", missing_ok=True)
+    heads = (name for name in folder.list("priority") if name.endswith(".head.npy"))
+    folder.unlink(*(f"priority/{name}" for name in heads))  # they name serials, which the next buffer counts from 0
     folder.rename("schema.json", "schema.json.new")
     discard_unfinished(folder)
 

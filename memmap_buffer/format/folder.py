@@ -200,7 +200,7 @@ class Folder:
                                 memory, start = map_file(fd, file.size), 0
                             else:
                                 memory, start = maps.memory, maps.add(fd, file.size)
-                        arrays.append(_array_in(memory, file, start))
+                        arrays.append(np.ndarray(file.shape, file.dtype, memory, start + len(file.header)))
         except OSError as error:
             file, remedy = files[len(arrays)], _TOO_MANY.get(error.errno or 0)
             if isinstance(error, FileNotFoundError):  # of the subfolder
@@ -223,12 +223,13 @@ class Folder:
         except BaseException:
             os.close(fd)
             raise
-        return fd, _array_in(mapped, file)
+        return fd, np.ndarray(file.shape, file.dtype, mapped, len(file.header))
 
     def map_shared(self, file: ArrayFile) -> Array:
         """An array in a shared map, without a descriptor; stores may kill the process, see `map_to_change`."""
         with Closing(self._checked(file, os.O_RDWR)) as fd:
-            return _array_in(map_file(fd, file.size, mmap.PROT_READ | mmap.PROT_WRITE), file)
+            mapped = map_file(fd, file.size, mmap.PROT_READ | mmap.PROT_WRITE)
+            return np.ndarray(file.shape, file.dtype, mapped, len(file.header))
 
     def open_to_read(self, file: ArrayFile) -> int:
         """A descriptor to copy from; the caller closes it."""
@@ -255,7 +256,7 @@ class Folder:
     def punch(self, name: str, start: int, stop: int) -> None:
         """Give back the space of an array file from `start` to `stop`, but never its first page, with the header."""
         with self.changing(name) as fd:
-            start, stop = max(start, mmap.PAGESIZE), -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
+            start, stop = max(start, mmap.PAGESIZE), in_pages(stop)
             syscalls.punch(fd, start, stop, mmap.PAGESIZE)  # by pages: also files smaller than `BLOCK` give space back
 
     @contextmanager
@@ -280,7 +281,7 @@ class Folder:
             try:
                 syscalls.system.truncate(fd, file.size)
                 if reserve:
-                    syscalls.system.reserve(fd, file.size)
+                    syscalls.system.allocate(fd, 0, file.size)
                 write_all(fd, file.header, 0)
             except OSError as error:
                 if error.errno in (errno.EFBIG, errno.EINVAL, errno.EOVERFLOW):
@@ -379,14 +380,15 @@ class Folder:
             with self._directory(sub) as directory:
                 syscalls.system.sync_folder(directory)
 
-    def unlink(self, name: str, missing_ok: bool = False) -> None:
-        sub, _, base = name.rpartition("/")
-        try:
-            with self._directory(sub, change=True) as directory:
-                syscalls.system.unlink(base, directory)
-        except (FileNotFoundError, IsADirectoryError, CorruptBufferError):  # no such file, or none that we made
-            if not missing_ok:
-                raise
+    def unlink(self, *names: str, missing_ok: bool = False) -> None:
+        for name in names:
+            sub, _, base = name.rpartition("/")
+            try:
+                with self._directory(sub, change=True) as directory:
+                    syscalls.system.unlink(base, directory)
+            except (FileNotFoundError, IsADirectoryError, CorruptBufferError):  # no such file, or none that we made
+                if not missing_ok:
+                    raise
 
     def free_bytes(self) -> int:
         """The bytes that this user can still write to the file system."""
@@ -556,11 +558,6 @@ class Folder:
             lock.release()
 
 
-def _array_in(memory: Array | mmap.mmap, file: ArrayFile, start: int = 0) -> Array:
-    """The array of a file that is mapped in `memory` from byte `start` on."""
-    return np.ndarray(file.shape, file.dtype, memory, start + len(file.header))
-
-
 def _stamp(status: os.stat_result) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
 
@@ -587,8 +584,8 @@ def in_memory(array: Array, ranges: Iterable[tuple[int, int]]) -> list[bool]:
 
 def _pages(first: int, stop: int) -> tuple[int, int]:
     """(begin, size) of the whole pages that hold bytes first … stop - 1."""
-    begin, end = first // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)
-    return begin * mmap.PAGESIZE, max(1, end - begin) * mmap.PAGESIZE
+    begin = first // mmap.PAGESIZE * mmap.PAGESIZE
+    return begin, max(mmap.PAGESIZE, in_pages(stop) - begin)
 
 
 def folders_in(root: Path) -> list[Path]:

@@ -74,14 +74,9 @@ class System:
     def truncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
-    def reserve(self, fd: int, size: int) -> None:
-        if not CAN_RESERVE:  # macOS
-            raise OSError(errno.EOPNOTSUPP, "this system cannot reserve disk space; leave reserve=False")
-        os.posix_fallocate(fd, 0, size)
-
     def allocate(self, fd: int, offset: int, size: int) -> None:
         if not CAN_RESERVE:  # macOS
-            raise OSError(errno.EOPNOTSUPP, "this system cannot reserve disk space")
+            raise OSError(errno.EOPNOTSUPP, "this system cannot reserve disk space; leave reserve=False")
         os.posix_fallocate(fd, offset, size)
 
     def punch(self, fd: int, offset: int, size: int) -> None:
@@ -398,7 +393,7 @@ def allocate(fd: int, offset: int, size: int) -> None:
         OSError: the disk is full, or the system cannot allocate.
     """
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-    stop = min(-(-(offset + size) // mmap.PAGESIZE) * mmap.PAGESIZE, os.fstat(fd).st_size)
+    stop = min(in_pages(offset + size), os.fstat(fd).st_size)
     system.allocate(fd, start, stop - start)
 
 

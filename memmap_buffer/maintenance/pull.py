@@ -155,8 +155,7 @@ def _claim(target: Folder, layout: Layout, schema: bytes, files: Collection[str]
         if target.read("schema.json.new", MAX_SCHEMA_BYTES) == schema:
             return
         discard_unfinished(target)  # of another version
-        for file in files:
-            target.unlink(file, missing_ok=True)
+        target.unlink(*files, missing_ok=True)
     target.require_free([*(array.name for array in layout.arrays.values()), *files])
     target.write_new("schema.json.new", schema, sync=True)
 

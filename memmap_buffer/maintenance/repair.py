@@ -61,8 +61,8 @@ def repair(folder: str | PathLike[str]) -> list[Finding]:
     """
     place = Folder(path_of(folder))
     place.require()
-    _require_repairable(Survey(place.path))
-    if not Survey(place.path).lockable:
+    _require_repairable(survey := Survey(place.path))
+    if not survey.lockable:
         _keep_schema(place)
         _move(place, ".lock")
     lock = WriterLock(place)
@@ -234,7 +234,7 @@ def _repair_file(place: Folder, survey: Survey, key: str) -> None:
         _copy(place, array.name, tail, array.size)
     with place.writing(PlainFile(array.name, size)) as fd:
         if reserve:  # before the size is set: a file of the right size and header counts as whole
-            syscalls.system.reserve(fd, array.size)
+            syscalls.system.allocate(fd, 0, array.size)
         syscalls.system.truncate(fd, array.size)
         write_all(fd, array.header, 0)
 

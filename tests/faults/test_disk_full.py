@@ -418,7 +418,7 @@ def test_reserve_without_the_space_fails_and_leaves_nothing_behind(tmp_path, mod
     assert on_tmpfs(disk, work) == [[0]]
 
 
-@pytest.mark.parametrize("operation", ["create", "truncate", "reserve", "pwrite", "barrier", "rename", "sync_folder"])
+@pytest.mark.parametrize("operation", ["create", "truncate", "allocate", "pwrite", "barrier", "rename", "sync_folder"])
 def test_an_error_at_any_operation_of_a_creation_leaves_nothing_behind(tmp_path, operation):
     """Faults 25 and 26, without a disk of our own: no file is left, and the same call works afterwards."""
     folder = tmp_path / "buffer"
