@@ -21,7 +21,6 @@ from memmap_buffer.format.creation import creating
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.folder import Folder
 from memmap_buffer.format.layout import BLOBS, DICTIONARY, ArrayFile, Layout
-from memmap_buffer.format.lock import WriterLock
 from memmap_buffer.format.records import (
     CHECK,
     DELETED,
@@ -90,16 +89,14 @@ def new_copy(source: Storage, path: Path, layout: Layout, subfolders: Sequence[s
 
     Raises: SchemaMismatchError: there is a buffer at `path`.
     """
-    target = Folder(path)
-    _require_none(target)
-    target.create()
-    lock = WriterLock(target)
-    lock.acquire()
-    try:
+    place = Folder(path)
+    _require_none(place)
+    place.create()
+    with place.kept_open() as target, target.locked():
         _require_none(target)
         names = [f"{sub}/{name}" for sub in subfolders for name in source.folder.list(sub)]
         if target.exists("schema.json.new"):  # files of a copy that was killed
-            _remove(target, names)
+            target.unlink(*names, missing_ok=True)
         target.require_free(names)
         copied = list[str]()
         try:
@@ -116,10 +113,8 @@ def new_copy(source: Storage, path: Path, layout: Layout, subfolders: Sequence[s
                 target.sync_folders(*{name.partition("/")[0] for name in names})
         except BaseException:
             if not target.exists("schema.json"):
-                _remove(target, copied)
+                target.unlink(*copied, missing_ok=True)
             raise
-    finally:
-        lock.release()
 
 
 @contextmanager
@@ -138,11 +133,6 @@ def _require_none(target: Folder) -> None:
     require_new_place(target)
     if target.exists("schema.json"):
         raise SchemaMismatchError(f"{target.path} holds a buffer already; give a folder without one", path=target.path)
-
-
-def _remove(target: Folder, names: list[str]) -> None:
-    for name in names:
-        target.unlink(name, missing_ok=True)
 
 
 def counters(source: Storage) -> dict[str, int]:
