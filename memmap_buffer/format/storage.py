@@ -505,24 +505,16 @@ class Storage:
     @cached_property
     def _unverified(self) -> npt.NDArray[np.bool_] | None:
         """(slots,) whether a slot is still to be checked; None where none is, or `verify` is not "auto"."""
-        if self.verify in ("never", "always", "read"):
-            return None
-        if self._doubts is None:
+        if self.verify != "auto" or self._doubts is None:
             return None
         serial, (first, stop) = self.table.serial, self._doubts
         doubtful = (serial >= first) & (serial < stop)
         return doubtful if bool((doubtful & self.table.valid).any()) else None
 
     @property
-    def trusted(self) -> bool:
-        """Whether no slot is left to check, whichever is read."""
-        return self.verify != "read" and self._unverified is None
-
-    @property
     def tells_by_counter(self) -> bool:
         """Whether all that was shown at a change counter is right and unchanged for as long as the counter stays."""
-        doubted = self.verify == "read" or self._unverified is not None or self._doubts is not None
-        return not (doubted or self.num_damaged)
+        return not (self.verify == "read" or self.num_damaged) and self._doubts is None
 
     def trust(self, slots: IntArray) -> bool:
         """Check those of `slots` that are still to be checked; False if one failed, which is not served any more."""

@@ -92,7 +92,7 @@ class Reach:
         if before is None:
             self._mirrored = any(storage.mirror is not None for storage in storages)
             self.changes = np.array([table.changes for table in tables], np.uint64)
-            trusted = all(storage.trusted and not storage.in_doubt for storage in storages)
+            trusted = all(storage.verify != "read" and not storage.in_doubt for storage in storages)
             self.usable = trusted and not self._mirrored
         else:
             again = [i for i, (now, then) in enumerate(zip(tables, before.tables, strict=True)) if now is not then]
