@@ -23,7 +23,7 @@ from memmap_buffer.format.storage import Storage
 from memmap_buffer.format.syscalls import process_id, renew_after_fork
 
 LOOK_SECONDS = 0.05  # how often `glance` looks whether the folder is still at its path
-_TERM = STATE_WORD["term"]
+_TERM, _HOST = STATE_WORD["term"], STATE_WORD["host"]
 ATTEMPTS = 50  # to take a lock that this process itself seems to hold, see `WriterLock._take`
 
 
@@ -218,7 +218,7 @@ def _with_holder(error: BufferLockedError, folder: Folder) -> BufferLockedError:
     storage = Storage(folder)
     try:
         pid, since = storage.state("pid"), storage.state("time")
-        host = storage.maps.state[11:19].tobytes().rstrip(b"\0").decode(errors="replace")
+        host = storage.maps.state[_HOST : _HOST + 8].tobytes().rstrip(b"\0").decode(errors="replace")
         when = datetime.datetime.fromtimestamp(since / 1e9).isoformat(sep=" ", timespec="seconds")
     except (MemmapBufferError, OSError, ValueError, OverflowError):  # damaged; the lock is held all the same
         return error

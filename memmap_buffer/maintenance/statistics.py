@@ -136,11 +136,7 @@ class Normalize:
         Raises:
             SchemaError: `keep_padding`, and the batch does not tell which of its timesteps exist.
         """
-
-        def normalized(x: Any, shift: Any, scale: Any) -> Any:
-            return (x - shift) / scale
-
-        return self._each(batch, normalized, keep_padding=self.keep_padding)
+        return self._each(batch, lambda x, shift, scale: (x - shift) / scale, keep_padding=self.keep_padding)
 
     def inverse(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A new batch with the fields scaled back: x · scale + shift.
@@ -148,11 +144,7 @@ class Normalize:
         Args:
             batch: key -> tensor or array, such as a policy's actions.
         """
-
-        def scaled_back(x: Any, shift: Any, scale: Any) -> Any:
-            return x * scale + shift
-
-        return self._each(batch, scaled_back, keep_padding=False)
+        return self._each(batch, lambda x, shift, scale: x * scale + shift, keep_padding=False)
 
     def _each(self, batch: dict[str, Any], change: Callable[..., Any], *, keep_padding: bool) -> dict[str, Any]:
         """A copy of a batch in which `change`(x, shift, scale) replaces each field, its `next_` and its `seq_`."""

@@ -214,8 +214,8 @@ class Survey(Storage):
 
     def linked(self, key: str) -> bool:
         """Whether a plain file has a second name, a hard link."""
-        path = self.path / self.layout.arrays[key].name
-        return not (key in self.broken and not self.size_of(key)) and path.lstat().st_nlink > 1
+        is_there = key not in self.broken or self.size_of(key) > 0
+        return is_there and not self.folder.alone(self.layout.arrays[key].name)
 
     def _reason(self, error: Exception, name: str) -> str:
         """The text of an error, without the path and the remedy."""
