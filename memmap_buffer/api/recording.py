@@ -330,7 +330,7 @@ class Recording(Readable):
         try:  # around everything: whenever an interruption comes, `_missed` must note it
             self._extend(step, priority, priority_name, time=False)
         except BaseException as error:
-            self._missed(error, step)
+            self._missed(error, step, priority, time=False)
             raise
 
     def extend(self, *, priority: Any = None, priority_name: str = "td", **steps: Any) -> None:
@@ -349,7 +349,7 @@ class Recording(Readable):
         try:  # around everything, as in `add`
             self._extend(steps, priority, priority_name, time=True)
         except BaseException as error:
-            self._missed(error, steps)
+            self._missed(error, steps, priority, time=True)
             raise
 
     def end_episodes(self, environments: Any = None) -> None:
@@ -442,7 +442,7 @@ class Recording(Readable):
             stream.extend(steps)
         except OSError:
             if self._stream is not None and steps.done < len(steps.ends):
-                self._stream.interrupt(steps.ends[-1])
+                self._stream.interrupt(steps)
             raise
 
     def _stream_of(self, size: int) -> EpisodeStream:
@@ -456,18 +456,17 @@ class Recording(Readable):
             )
         return self._stream
 
-    def _missed(self, error: BaseException, values: Mapping[str, Any]) -> None:
-        """Note that given steps may be missing, and which episodes the last of them ended.
+    def _missed(self, error: BaseException, values: dict[str, Any], priority: Any, *, time: bool) -> None:
+        """Note that given steps may be missing, and which.
 
-        Not for a MemmapBufferError or OSError: those tell that the steps were refused, or are handled in `_extend`.
+        Not for a MemmapBufferError or OSError: those tell that the steps were refused, or are handled in `_append`.
         """
-        stream, schema = self._stream, self._storage.layout.schema
+        stream = self._stream
         if stream is not None and not isinstance(error, (MemmapBufferError, OSError)):
-            stream.interrupt(False)
-            flat = schema.flatten(values)
-            for name in schema.ends:
-                with suppress(ValueError):  # values of a wrong shape, which would have been refused
-                    stream.interrupt(np.reshape(to_numpy(flat.get(name, False)), (-1, len(stream)))[-1] != 0)
+            stream.interrupt()
+            with suppress(Exception):  # of values that would have been refused
+                self._priority(priority, values)
+                stream.interrupt(Steps(self._storage.layout.schema, values, time=time))
 
     def _priority(self, priority: Any, values: dict[str, Any]) -> Any:
         """`priority`, or None if it is a field: then it is moved into `values`."""

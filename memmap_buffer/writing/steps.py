@@ -112,6 +112,10 @@ class Steps:
         self.done = done + episode.length - length
         return self.done > done
 
+    def keep(self) -> None:
+        """Have copies of the fields, as the arrays that were given may be used again."""
+        self.fields, self.ends = {name: rows.copy() for name, rows in self.fields.items()}, self.ends.copy()
+
     def end_to_store(self) -> None:
         """Whatever is to be known of the timesteps that were stored is told."""
         self._first = None

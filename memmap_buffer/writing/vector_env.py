@@ -87,6 +87,7 @@ class EpisodeStream(EpisodeGroup):
         self._sure = False  # whether what is kept of the episodes holds, and none needs a look that did not just end
         self._idle: list[int] = []  # environments without an open episode
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
+        self._doubtful: Steps | None = None  # interrupted, so that `over` is that before them
         self._looks = LOOKS if skips_resets or resets_at_once else 0  # at ends, still to come
         self._linked: bool | None = None  # whether what is seen next is what follows, within an episode
         self._seen_again: list[Any] = []  # at ends one behind the other, what was seen next and then again
@@ -124,20 +125,35 @@ class EpisodeStream(EpisodeGroup):
                 self._cut_off(steps)
             over = steps.over if self._missing is steps else self.over.copy()
             following, start, steps.over = self._following, steps.done, over
-            self._missing, self.over = steps, over | steps.ends[-1]
+            self._missing = self._doubtful = steps
             try:
                 self._extend(steps, over)
             except (MemmapBufferError, OSError) as error:
                 self._round, self._sure = None, False
                 self._following = self._following or (following if steps.done == start else {})
                 if isinstance(error, MemmapBufferError) or steps.done == len(steps.ends):
-                    self._missing, self.over = None, over
+                    self._missing, self._doubtful, self.over = None, None, over
                 raise
-            self._missing, self.over = None, over
+            self._missing, self._doubtful, self.over = None, None, over
 
-    def interrupt(self, ends: Any) -> None:
-        """Know that a step was given, and may not be stored; and of which environments it ends an episode, (B,)."""
-        self._missing, self.over = self._missing or self, self.over | ends
+    def interrupt(self, steps: Steps | None = None) -> None:
+        """Know that timesteps were given, and may not be stored; and which, if that is known."""
+        self._missing = self._missing or self
+        if steps is not None and self._skips_resets and steps.num_envs == self._size:
+            self._find_resets(steps)
+            steps.keep()
+            self._doubtful = steps
+
+    def _find_resets(self, steps: Steps) -> None:
+        """Find out for which environments a timestep behind others that were interrupted is a reset.
+
+        It may be one of these, given again, or the one that follows them.
+        """
+        others = self._doubtful
+        if others is not None:
+            now, ends = _bytes(steps.fields, steps.done), others.ends
+            at = next((t for t in range(len(ends)) if _bytes(others.fields, t) == now), len(ends))
+            self.over, self._doubtful = ends[at - 1].copy() if at else self.over, None
 
     def _settle(self) -> None:
         super()._settle()
@@ -150,7 +166,7 @@ class EpisodeStream(EpisodeGroup):
         self.publish()
         self._following = {}
         if steps.done < len(steps.ends):
-            self.over &= ~steps.ends[steps.done]  # a step that ends an episode is no reset
+            self._find_resets(steps)
 
     def _extend(self, steps: Steps, over: Array) -> None:
         while steps.done < len(steps.ends):
@@ -397,7 +413,8 @@ class EpisodeStream(EpisodeGroup):
 
 
 def _bytes(columns: Mapping[str, Array], at: Any) -> list[bytes]:
-    return [np.asarray(rows[at]).tobytes() for rows in columns.values()]
+    """The bytes of some columns, other than lists, at a place."""
+    return [np.asarray(rows[at]).tobytes() for rows in columns.values() if not rows.dtype.hasobject]
 
 
 def _has_room(episode: Episode, final: Mapping[str, Array]) -> bool:

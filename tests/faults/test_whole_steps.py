@@ -202,6 +202,29 @@ def test_where_the_end_of_all_episodes_is_interrupted_those_that_wait_for_their_
             break
 
 
+@pytest.mark.parametrize("stride", [61, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mode", "again"), [("ram", False), ("step", False), ("step", True), ("written", True)], indirect=["mode"]
+)
+def test_a_reset_that_is_interrupted_is_left_out_and_no_step_behind_it(
+    tmp_path: Path, mode: str, again: bool, stride: int
+) -> None:
+    """Also where it is given again as the steps that came with it are lost."""
+    for at in count(0, stride):
+        program = Program(tmp_path / str(at), mode, skips_resets=True, following=False)
+        program.add("plain", "end")
+        recorded, reset = program.environments.recorded, program.step("plain")
+        error = interrupted(partial(program.buffer.add, **reset), at)
+        if again and not {tuple(row) for row in reset["observation"][recorded].tolist()} <= steps_in(program.buffer):
+            program.buffer.add(**reset)
+        following = program.step("plain")
+        program.buffer.add(**following)
+        program.end()
+        assert {tuple(row) for row in following["observation"].tolist()} <= steps_in(program.folder), error
+        if error is None:
+            break
+
+
 def test_the_errors_of_steps_that_a_full_disk_kept_from_publication_are_of_no_other_episode(tmp_path: Path) -> None:
     """Their serials were given to others; each of the steps here has the error that is its number."""
     fields = {"number": "int", "terminated": "bool", "truncated": "bool"}
