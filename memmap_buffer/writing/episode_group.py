@@ -19,9 +19,11 @@ from memmap_buffer.format.open_episodes import ended_statement
 from memmap_buffer.schema import Field
 from memmap_buffer.writing.episode import Block, End, Episode
 from memmap_buffer.writing.rounds import Round
-from memmap_buffer.writing.steps import Steps
+from memmap_buffer.writing.steps import Errors, Steps
 from memmap_buffer.writing.validation import add_defaults, whole_final
 from memmap_buffer.writing.writer import Writer
+
+NOTHING: Mapping[str, Array] = {}
 
 
 class EpisodeGroup(Block):
@@ -162,10 +164,12 @@ class EpisodeGroup(Block):
 
     # A step of all of them
 
-    def _append_to_all(self, columns: Mapping[str, Array]) -> bool:
+    def _append_to_all(
+        self, columns: Mapping[str, Array], meta: Mapping[str, Array] = NOTHING, errors: Errors | None = None
+    ) -> bool:
         """Append a timestep (B, *field) that ends no episode; False where it may, or not all are appended to together.
 
-        It may not be stored as long as `_missing` is not None.
+        It may not be stored, and not all be told of it, as long as `_missing` is not None.
         """
         joint = self._round
         if joint is None or not joint.is_whole or joint.remaining <= 1 or self.schema.lists:
@@ -174,7 +178,7 @@ class EpisodeGroup(Block):
             if np.count_nonzero(columns[name]):
                 return False
         following = self._following
-        self._missing, self._following = self, {}
+        self._missing, self._following = (joint.lengths.item(0), columns, meta, errors), {}
         try:
             joint.append(columns)
         except MemmapBufferError:  # it was refused, and the episodes go on
@@ -192,15 +196,15 @@ class EpisodeGroup(Block):
         start, stop = steps.done, self._stop(joint, steps)
         self._require_lists(steps, stop)
         if not len(chosen):
-            steps.end_to_store()
-            steps.done = stop
+            steps.before = None
+            steps.over[:], steps.done = False, stop
             return
         ends = self._ends(steps, stop - 1, joint, stop - start)
         steps.begin_to_store(self.episodes[chosen.item(0)], ends)
         try:
             joint.extend(steps.fields, range(start, stop), chosen, self._published_with(steps, ends))
         finally:
-            self._account_for(steps)
+            self._account()
 
     def _join(self, joint: Round, environments: Sequence[int]) -> None:
         """Append to the episodes of some environments together with others from now on; those that left are out."""
@@ -229,14 +233,21 @@ class EpisodeGroup(Block):
         for episode in self.episodes:
             if episode.state == "open":
                 self._writer.follow(episode)
-        if isinstance(self._missing, Steps):
-            self._account_for(self._missing)
+        self._account()
 
-    def _account_for(self, steps: Steps) -> None:
-        """Tell what is to be known of timesteps that were stored, once."""
-        if steps.count():
-            self._tell_of_ends(steps, steps.done - 1)
-            steps.end_to_store()
+    def _account(self) -> None:
+        """Tell what is to be known of given timesteps as far as they are stored, if it was not told to its end."""
+        if isinstance(self._missing, tuple):  # one that went the short way
+            length, *columns = self._missing
+            steps = Steps.of(self.schema, *columns)
+            steps.recorded, steps.over = self._everyone, np.zeros(self._size, np.bool_)
+            steps.before = self.episodes[0], length, 0
+            self._missing = steps
+        if isinstance(self._missing, Steps):
+            count = self._missing.count()
+            if count:
+                self._tell(self._missing, count)
+                self._missing.before = None
 
     def _require_lists(self, steps: Steps, stop: int) -> None:
         """Raise EpisodeStateError where lists have no room, before any environment has a timestep."""
@@ -271,8 +282,8 @@ class EpisodeGroup(Block):
         """The ends that are published with the timestep: in a group none, as its episodes end with its block."""
         return ()
 
-    def _tell_of_ends(self, steps: Steps, at: int) -> None:
-        """Tell episodes that they ended with a timestep, and what else is known with it; twice is fine."""
+    def _tell(self, steps: Steps, count: int) -> None:
+        """Tell episodes that they ended with the last of some timesteps, and what else is known; twice is fine."""
         for i, ended, finals in steps.last:
             episode = self.episodes[i]
             episode.ended = ended

@@ -52,8 +52,8 @@ class Steps:
     over: Array
     errors: Errors | None = None
     last: Sequence[End] = ()
-    # While some are stored, an episode that gets them, and how many it had, and were done, before.
-    _first: tuple[Episode, int, int] | None = None
+    # Until all is told of those that are stored, an episode that gets them, and how many it had, and were done, before.
+    before: tuple[Episode, int, int] | None = None
 
     def __init__(self, schema: Schema, values: Mapping[str, Any], *, time: bool) -> None:
         self.done = 0
@@ -102,23 +102,19 @@ class Steps:
 
         Args: ends: of episodes, with the last of these timesteps.
         """
-        self.last, self._first = ends, (episode, episode.length, self.done)
+        self.last, self.before = ends, (episode, episode.length, self.done)
 
-    def count(self) -> bool:
-        """See by the length of that episode how many are stored; whether some are that nobody was told of yet."""
-        if self._first is None:
-            return False
-        episode, length, done = self._first
+    def count(self) -> int:
+        """See by the length of that episode how many are stored; those that nobody was told of yet."""
+        if self.before is None:
+            return 0
+        episode, length, done = self.before
         self.done = done + episode.length - length
-        return self.done > done
+        return self.done - done
 
     def keep(self) -> None:
         """Have copies of the fields, as the arrays that were given may be used again."""
         self.fields, self.ends = {name: rows.copy() for name, rows in self.fields.items()}, self.ends.copy()
-
-    def end_to_store(self) -> None:
-        """Whatever is to be known of the timesteps that were stored is told."""
-        self._first = None
 
     @property
     def num_envs(self) -> int:

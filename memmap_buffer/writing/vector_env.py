@@ -127,7 +127,7 @@ class EpisodeStream(EpisodeGroup):
             following, start, steps.over = self._following, steps.done, over
             self._missing = self._doubtful = steps
             try:
-                self._extend(steps, over)
+                self._extend(steps)
             except (MemmapBufferError, OSError) as error:
                 self._round, self._sure = None, False
                 self._following = self._following or (following if steps.done == start else {})
@@ -138,7 +138,8 @@ class EpisodeStream(EpisodeGroup):
 
     def interrupt(self, steps: Steps | None = None) -> None:
         """Know that timesteps were given, and may not be stored; and which, if that is known."""
-        self._missing = self._missing or self
+        self._missing, self._round = self._missing or self, None
+        self._account()  # now, as the arrays that were given may be used again
         if steps is not None and self._skips_resets and steps.num_envs == self._size:
             self._find_resets(steps)
             steps.keep()
@@ -168,27 +169,17 @@ class EpisodeStream(EpisodeGroup):
         if steps.done < len(steps.ends):
             self._find_resets(steps)
 
-    def _extend(self, steps: Steps, over: Array) -> None:
+    def _extend(self, steps: Steps) -> None:
+        over = steps.over
         while steps.done < len(steps.ends):
             self._publish_what_ended(over)
             self._see(steps)
             joint = self._begin_where_needed()
-            start, steps.recorded = steps.done, self._recorded(over)
-            self.recorded = steps.recorded
+            steps.recorded = self.recorded = self._recorded(over)
             if self._looks and self._following and (self._linked is None or over.any()):
                 self._look(steps, over)
             self._following = {}
-            try:
-                self._append_some(joint, steps)
-            finally:  # also after an error, where the step is stored
-                if steps.done > start:
-                    self.num_added += (steps.done - start) * len(steps.recorded)
-                    if steps.errors is not None:
-                        recorded = steps.recorded.tolist()
-                        keep_errors(steps.errors, self.episodes, self.lengths, recorded, slice(start, steps.done))
-                    ended = steps.ends[steps.done - 1]
-                    over[:] = ended & ~over if self._skips_resets else ended
-                    self._following = {name: rows[steps.done - 1].copy() for name, rows in steps.following.items()}
+            self._append_some(joint, steps)
         self._publish_what_ended(over)
 
     def _look(self, steps: Steps, over: Array) -> None:
@@ -220,17 +211,16 @@ class EpisodeStream(EpisodeGroup):
         if encoded is None:
             return False
         columns, meta = encoded
-        if self._cut or self._missing is not None or not self._append_to_all(columns):
+        if self._cut or self._missing is not None or not self._append_to_all(columns, meta, errors):
             self.extend(Steps.of(self.schema, columns, meta, errors))
             return True
         if meta:
             self._keep_meta(meta, ...)
-        self.num_added += self._size
         if errors is not None:
             keep_errors(errors, self.episodes, self.lengths, range(self._size), slice(None))
         finals = self.schema.final_names if len(columns) > len(self.schema.fields) else ()
         self._following = {name: columns[NEXT + name].copy() for name in finals}
-        self._missing = None
+        self._missing, self.num_added = None, self.num_added + self._size  # together, as `_settle` does the same
         return True
 
     def _encoded(self, step: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]] | None:
@@ -290,11 +280,20 @@ class EpisodeStream(EpisodeGroup):
         """The ends of episodes of which no meta field is still to be told."""
         return [] if steps.meta else [end for end in ends if not self._meta_waits.item(end.place)]
 
-    def _tell_of_ends(self, steps: Steps, at: int) -> None:
-        super()._tell_of_ends(steps, at)
+    def _tell(self, steps: Steps, count: int) -> None:
+        super()._tell(steps, count)
+        at, recorded = steps.done - 1, steps.recorded
+        if steps.errors is not None:
+            some = slice(steps.done - count, steps.done)
+            keep_errors(steps.errors, self.episodes, self.lengths, recorded.tolist(), some)
         self._are_over([end.place for end in steps.last if self.episodes[end.place].state == "published"])
         if steps.meta:
-            self._keep_meta({name: values[at] for name, values in steps.meta.items()}, steps.recorded)
+            self._keep_meta({name: values[at] for name, values in steps.meta.items()}, recorded)
+        steps.over[:] = False
+        steps.over[recorded] = steps.ends[at, recorded]
+        self._following = {name: rows[at].copy() for name, rows in steps.following.items()}
+        # Together, as twice would not be fine.
+        steps.before, self.num_added = None, self.num_added + count * len(recorded)
 
     def end(self, environments: Collection[int]) -> None:
         """Publish the open episodes of some environments, as cut short; their next timesteps begin others."""
@@ -311,10 +310,9 @@ class EpisodeStream(EpisodeGroup):
             cut: whether it is cut short.
             among: the environments whose episodes are published; None: all.
         """
-        missing = self._missing
-        if missing is not None:
+        if self._missing is not None:
             self._settle()  # an end that was shown counts, also where the program ends behind an interruption
-        self._missing = self  # if this is interrupted, the next step ends the others
+        missing, self._missing = self._missing, self  # if this is interrupted, the next step ends the others
         self._round, self._sure = None, False  # also behind the last of them: none is appended to again
         ends = {}
         for i, episode in enumerate(self.episodes):

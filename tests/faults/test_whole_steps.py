@@ -24,7 +24,7 @@ from inside import around, place_of, set_inside
 from interruptions import interrupted
 from specification import FINAL
 
-from memmap_buffer import Prioritized, ReplayBuffer, verify
+from memmap_buffer import Field, Prioritized, ReplayBuffer, verify
 
 SIZE, LIMIT = 3, 4
 MODES: dict[str, dict[str, Any]] = {
@@ -221,6 +221,46 @@ def test_a_reset_that_is_interrupted_is_left_out_and_no_step_behind_it(
         program.buffer.add(**following)
         program.end()
         assert {tuple(row) for row in following["observation"].tolist()} <= steps_in(program.folder), error
+        if error is None:
+            break
+
+
+@pytest.mark.parametrize(
+    ("ends", "stride"), [(False, 5), (True, 43), *(pytest.param(ends, 2, marks=pytest.mark.slow) for ends in (0, 1))]
+)
+@pytest.mark.parametrize("mode", ["ram", "step"], indirect=True)
+def test_whatever_was_given_with_a_step_is_known_if_the_step_is_stored_when_it_is_interrupted(
+    tmp_path: Path, mode: str, ends: bool, stride: int
+) -> None:
+    """Also where its arrays are used again at once."""
+    fields = {"number": Field("int", final=True), "terminated": "bool"}
+    for at in count(0, stride):
+        buffer = ReplayBuffer(
+            tmp_path / str(at), 50, 6, fields, {"task": "int"}, circular=True, spare_slots=4, **MODES[mode]
+        )
+        steps = [
+            {"number": numbers, "next_number": numbers + 1, "task": numbers + 2, "priority": numbers + 3.0}
+            for numbers in (np.array([t, 100 + t]) for t in range(5))
+        ]
+        for step in steps[:3]:
+            buffer.add(**step, terminated=np.zeros(2, np.bool_))
+        step = {**steps[3], "terminated": np.array([ends, False])}
+        error = interrupted(partial(buffer.add, **step), at)
+        num_added = buffer.num_added
+        for values in step.values():
+            values[:] = 0
+        buffer.add(**steps[4], terminated=np.zeros(2, np.bool_))
+        buffer.end_episodes()
+        assert num_added + 2 == buffer.num_added == buffer.num_steps, error
+        for episode in (buffer.episode(i) for i in range(len(buffer))):
+            numbers, has_final = episode["number"].tolist(), len(episode["number"]) > len(episode["terminated"])
+            assert episode["task"] == numbers[-1 - has_final] + 2, error
+            assert not has_final or numbers[-1] == numbers[-2] + 1, error
+            assert has_final or num_added == 6, error
+        buffer.sample(1, timestep_level=True, prioritized=Prioritized(alpha=1.0))
+        items = buffer.batch(timestep_level=True, return_indices=True)
+        np.testing.assert_allclose(buffer.priorities(items["_indices"]), items["number"] + 3, rtol=1e-4)
+        buffer.close()
         if error is None:
             break
 
