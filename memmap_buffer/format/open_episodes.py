@@ -2,7 +2,7 @@
 
 To begin or to end an episode takes the same time however many are open. So those of `with` statements, which may be
 over without having ended their episode, are in a dict of their own (`watched`). An episode that is collected is taken
-out by the next `add` or `len`.
+out by the next `add`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ class OpenEpisodes:
         self.watched: dict[ref[Any], Statement] = {}
 
     def __len__(self) -> int:
-        if self._collected:
-            self._take_out_collected()
         return len(self._every)
 
     def __iter__(self) -> Iterator[Any]:
@@ -64,8 +62,8 @@ class OpenEpisodes:
         """Add an episode; see `watch`."""
         if statement is not None:
             self.watched[ref(episode)] = statement
-        if self._collected:
-            self._take_out_collected()
+        while self._collected:
+            self._every.pop(self._collected.pop(), None)
         # A function of Python's own that raises nothing: of what comes while a reference calls, Ctrl-C say, nobody is
         # told; and who looked through all references may hold one that was removed.
         self._every[ref(episode, self._collected.append)] = None
@@ -81,10 +79,6 @@ class OpenEpisodes:
             self.watched.pop(ref(episode), None)
         else:
             self.watched[ref(episode)] = statement
-
-    def _take_out_collected(self) -> None:
-        while self._collected:
-            self._every.pop(self._collected.pop(), None)
 
     def _open(self, references: Iterable[ref[Any]]) -> list[Any]:
         """The episodes that are open in this folder; removes others, which an interruption may have left here."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fault_injection import flags_of, shown, system
-from inside import set_inside
+from inside import most_open_episodes, set_inside
 from specification import CUT, FINAL, TERMINATED
 
 from memmap_buffer import BufferFullError, EpisodeStateError, Field, ReplayBuffer, SchemaError, verify
@@ -242,6 +242,13 @@ def test_episodes_that_ended_are_not_kept_in_memory(buffer):
     buffer.begin_episode().abort()
     gc.collect()
     assert [ref() for ref in known] == [None] * 3
+
+
+def test_episodes_that_were_begun_and_dropped_are_not_counted_for_ever(tmp_path):
+    buffer = ReplayBuffer(tmp_path, 4, 5, {"x": "int"}, circular=True)
+    for _ in range(30):
+        buffer.begin_episode()
+    assert most_open_episodes(buffer) < 4
 
 
 def test_advance_episode_publishes_and_opens_the_next(buffer):
