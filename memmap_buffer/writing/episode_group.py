@@ -202,7 +202,8 @@ class EpisodeGroup(Block):
         ends = self._ends(steps, stop - 1, joint, stop - start)
         steps.begin_to_store(self.episodes[chosen.item(0)], ends)
         try:
-            joint.extend(steps.fields, range(start, stop), chosen, self._published_with(steps, ends))
+            published = self._published_with(steps, ends) if joint.shows else ()
+            joint.extend(steps.fields, range(start, stop), chosen, published)
         finally:
             self._account()
 

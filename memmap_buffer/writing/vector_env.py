@@ -277,8 +277,16 @@ class EpisodeStream(EpisodeGroup):
             self._meta_waits[i] = False
 
     def _published_with(self, steps: Steps, ends: Sequence[End]) -> Sequence[End]:
-        """The ends of episodes of which no meta field is still to be told."""
-        return [] if steps.meta else [end for end in ends if not self._meta_waits.item(end.place)]
+        """The ends of episodes whose meta fields stay as they are shown: others are changed by a rewrite."""
+        if not (steps.meta or self._meta):
+            return ends
+        meta, same = {name: values[steps.done] for name, values in steps.meta.items()}, []
+        for end in ends:
+            last = {**self._meta, **meta} if self._meta_waits.item(end.place) else meta
+            shown = self._writer.meta_of(self.episodes[end.place])
+            if all(shown[name].tobytes() == values[end.place].tobytes() for name, values in last.items()):
+                same.append(end)
+        return same
 
     def _tell(self, steps: Steps, count: int) -> None:
         super()._tell(steps, count)

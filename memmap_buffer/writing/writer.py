@@ -510,6 +510,11 @@ class Writer:
             return False
         return any(slot_writer.meta[name].tobytes() != value.tobytes() for name, value in episode.meta.items())
 
+    def meta_of(self, episode: Episode) -> Mapping[str, Array]:
+        """The meta fields of an open episode as they are shown, or will be with its first timestep."""
+        slot_writer = self._slot_writers.get(ref(episode))
+        return slot_writer.meta if slot_writer is not None and slot_writer.published else episode.meta
+
     def complete(self, episode: Episode, finals: Mapping[str, Array]) -> None:
         """Add the final observation to an episode that was published as cut short, if it is still there: atomic."""
         self._change(partial(self._complete, episode, finals))

@@ -353,3 +353,16 @@ def test_an_episode_that_terminated_right_before_a_kill_is_drawn_to_its_end(tmp_
     with ReplayBuffer.from_folder(tmp_path / "buffer", publish="step") as buffer:
         buffer.begin_episode().abort()
         assert sorted(buffer.batch(n_steps=1)["x"].tolist()) == [0, 1, 2, 10, 11][: 2 * num_envs + 1]
+
+
+@where_maps_are_stored_to
+def test_where_its_meta_fields_stay_as_they_are_an_episode_ends_with_its_last_step(tmp_path: Path) -> None:
+    fields = {"x": Field("int", final=True), "terminated": "bool"}
+    step = {"x": np.arange(2), "terminated": np.zeros(2, np.bool_), "next_x": np.arange(2) + 5, "task": np.arange(2)}
+    with ReplayBuffer(tmp_path, 9, 9, fields, {"task": "int"}, publish="step", spare_slots=2) as buffer:
+        buffer.add(**step)
+        before = changes_of(tmp_path)
+        buffer.add(**step | {"terminated": ~step["terminated"]})
+        assert changes_of(tmp_path) == before + 2  # readers are told of each slot once
+        assert [buffer.episode(i)["x"].tolist() for i in range(2)] == [[0, 0, 5], [1, 1, 6]]
+    assert verify(tmp_path) == []
