@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -224,11 +225,19 @@ class ReplayBuffer(memmap_buffer.ReplayBuffer):
         return group
 
     def _batch_of_at_most(self, size: int) -> EpisodeGroup:
+        """A batch of `size` episodes, else of as many as there is room for. Raises BufferFullError if there is none."""
+
+        def is_too_large(count: int) -> bool:
+            try:
+                self.begin_batch(count).abort()
+            except BufferFullError:
+                return True
+            return False
+
         with self.turn:
-            for count in range(size, 1, -1):
-                with suppress(BufferFullError):
-                    return self.begin_batch(count)
-            return self.begin_batch(1)
+            with suppress(BufferFullError):
+                return self.begin_batch(size)
+            return self.begin_batch(max(1, bisect_left(range(1, size), True, key=is_too_large)))
 
     def _completed(self, group: EpisodeGroup, values: Mapping[str, Array]) -> dict[str, Array]:
         """The values of a batch; for fields without one the values that were assigned ahead, else zeros."""

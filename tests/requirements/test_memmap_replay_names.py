@@ -328,6 +328,15 @@ def test_of_a_batch_that_is_larger_than_the_room_the_first_episodes_are_stored_a
             buffer.store_batch(x=[1])
 
 
+@pytest.mark.parametrize("room", [1, 2, 7, 999])
+def test_how_many_episodes_of_a_batch_fit_is_found_in_few_tries(tmp_path, monkeypatch, room):
+    tries, begin = [], ReplayBuffer.begin_batch
+    monkeypatch.setattr(ReplayBuffer, "begin_batch", lambda buffer, size: tries.append(size) or begin(buffer, size))
+    with ReplayBuffer(tmp_path, room, 6, {"x": "int"}) as buffer:
+        buffer.store_batch(x=range(1000))
+        assert (len(buffer.open_episodes[0]), len(tries) < 15) == (room, True)
+
+
 def test_nothing_is_open_where_nothing_may_be_written(tmp_path):
     fill(ring(tmp_path), 2).close()
     reader = ReplayBuffer.from_folder(tmp_path, read_only=True)
