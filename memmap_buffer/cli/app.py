@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from memmap_buffer.adapters import is_url
 from memmap_buffer.cli import browse, doctor_bench, import_export, inspection, maintain, minimal, pictures, remote
 from memmap_buffer.cli.terminal import Problem, end
 
@@ -76,6 +77,14 @@ def _refuse_urls(arguments: Mapping[str, Any]) -> None:
             )
 
 
+def _refuse_options_of_urls(arguments: Mapping[str, Any]) -> None:
+    """Raise Problem if a command that takes a folder or a URL is given a folder, and an option that only URLs have."""
+    place = arguments.get("place")
+    for name, flag in {"options": "--storage-options", "cache": "--cache"}.items():
+        if isinstance(place, str) and not is_url(place) and arguments.get(name) is not None:
+            raise Problem(f"{flag}: it is for a URL, and {place} is a folder; leave it out, or name the URL")
+
+
 def _say_version(asked: bool) -> None:
     if asked:
         minimal.say(minimal.version())
@@ -95,6 +104,7 @@ def _with_errors_printed(function: Callable[..., None]) -> Callable[..., None]:
 
     def run(**arguments: Any) -> None:
         _refuse_urls(arguments)
+        _refuse_options_of_urls(arguments)
         function(**arguments)
 
     @functools.wraps(function)

@@ -48,6 +48,24 @@ def test_of_a_url_no_returns_are_told_so_a_reward_is_refused(
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("info", "--storage-options"),
+        ("doctor", "--storage-options"),
+        ("browse", "--storage-options"),
+        ("info", "--cache"),
+    ],
+)
+def test_options_that_only_urls_have_are_refused_for_a_folder(
+    command: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "one", range(1))
+    assert main(command, tmp_path / "one", flag, "{") == 2
+    told = f"memmap-buffer: {flag}: it is for a URL, and {tmp_path}/one is a folder; leave it out, or name the URL\n"
+    assert tuple(capsys.readouterr()) == ("", told)
+
+
 @pytest.mark.parametrize("command", [("publish", "one"), ("pull", "back"), ("ls",), ("info",)])
 def test_what_fails_is_one_line_without_secrets(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
