@@ -175,12 +175,10 @@ def put_when_whole(*places: Path, replace: bool = False) -> Iterator[Path]:
     Raises:
         FileExistsError: something is at a place already, or came to it during the block.
     """
-    parent = places[0].resolve().parent
 
     def require_new() -> None:
-        for place in places:
-            if not replace and (place.exists() or place.is_symlink()):
-                raise FileExistsError(EEXIST, "it exists already; give a new name", str(place))
+        for place in () if replace else places:
+            _require_nothing(place)
 
     def with_places(text: str) -> str:
         for place in places:
@@ -188,23 +186,56 @@ def put_when_whole(*places: Path, replace: bool = False) -> Iterator[Path]:
         return text.replace(str(new), str(places[0].parent))
 
     require_new()
+    with _folder_beside(places[0]) as new:
+        try:
+            yield new
+            require_new()
+            for place in places:
+                made = new / place.name
+                if replace and made.exists():
+                    made.replace(place.resolve())
+                elif made.exists():
+                    _put(made, place)
+        except (MemmapBufferError, OSError) as error:
+            _reword(error, with_places)  # it names the new folder
+            raise
+
+
+@contextmanager
+def _folder_beside(place: Path) -> Iterator[Path]:
+    """A hidden folder in the folder of a place. At the end it is removed, and folders made for it that are empty."""
+    parent = place.resolve().parent
+    missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     parent.mkdir(parents=True, exist_ok=True)
     try:
-        new = Path(mkdtemp(prefix=f".{places[0].name[:50]}.", dir=parent))  # 255 bytes at most, as UTF-8, too
+        new = Path(mkdtemp(prefix=f".{place.name[:50]}.", dir=parent))  # 255 bytes at most, as UTF-8, too
     except OSError as error:
-        error.filename = str(places[0])
+        error.filename = str(place)
         raise
     try:
         yield new
-        require_new()
-        for place in places:
-            if (new / place.name).exists():
-                (new / place.name).replace(place.resolve())
-    except (MemmapBufferError, OSError) as error:
-        _reword(error, with_places)  # it names the new folder
-        raise
     finally:
         rmtree(new, ignore_errors=True)
+        with suppress(OSError):  # one is not empty
+            for folder in missing:
+                folder.rmdir()
+
+
+def _require_nothing(place: Path) -> None:
+    if place.exists() or place.is_symlink():
+        raise FileExistsError(EEXIST, "it exists already; give a new name", str(place))
+
+
+def _put(made: Path, place: Path) -> None:
+    """Move a file or folder to its place, unless something came to it meanwhile."""
+    try:
+        if made.is_dir():
+            made.rename(place)  # onto an empty folder at most
+        else:
+            place.hardlink_to(made)
+    except OSError:
+        _require_nothing(place)
+        made.rename(place)  # the file system has no links; any other error is raised again
 
 
 def _reword(error: Exception, change: Callable[[str], str]) -> None:

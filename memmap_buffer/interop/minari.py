@@ -167,7 +167,7 @@ def export_minari(
     )
     env_spec = imported.get("env_spec")
     spec = made.spec if made is not None else env_spec and gymnasium.envs.registration.EnvSpec.from_json(env_spec)
-    path = _new_path(dataset_id)
+    namespace, path = parse_dataset_id(dataset_id)[0], Path(get_dataset_path(dataset_id)) / "data"
     if path.exists():
         raise SchemaError(f"dataset_id: a data set {dataset_id!r} is already available at {path}; give another id")
     of_environment = ("observation_space", "action_space", "env_spec")
@@ -182,6 +182,8 @@ def export_minari(
             meta = _metadata_of(buffer, columns, names, as_json=table)
             if meta:
                 storage.update_episode_metadata([meta], [i])
+    if namespace is not None and namespace not in list_local_namespaces():
+        create_namespace(namespace)
     return MinariDataset(path)
 
 
@@ -333,10 +335,3 @@ def _metadata_of(buffer: ReplayBuffer, values: Mapping[str, Any], names: Names, 
         plain = value.tolist() if as_json or value.dtype.kind == "U" else value[()]
         put(out, list(map(str, names.path(name))) if as_json else [names.key(name, "/")], plain)
     return out
-
-
-def _new_path(dataset_id: str) -> Path:
-    namespace = parse_dataset_id(dataset_id)[0]
-    if namespace is not None and namespace not in list_local_namespaces():
-        create_namespace(namespace)
-    return Path(get_dataset_path(dataset_id)) / "data"

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
@@ -53,7 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def export(name: str, buffer: ReplayBuffer, place: Path) -> Any:
     """Export to where `place` says; of Minari that is what its environment variable names."""
-    target = "kinds-v0" if name == "minari" else place / "data"
+    target = "ours/kinds-v0" if name == "minari" else place / "data"
     return getattr(import_module(f"memmap_buffer.interop.{name}"), f"export_{name}")(buffer, target, **OPTIONS[name])
 
 
@@ -182,9 +183,9 @@ def test_an_export_that_fails_leaves_nothing_and_is_not_in_the_way_of_the_next(
         patch.setattr(ReplayBuffer, "dataset", overwritten)
         with pytest.raises(StaleEpisodeError, match="were overwritten"):
             export(name, ring, place)
-    assert [path for path in place.rglob("*") if path.is_file()] == []
+    assert [*place.iterdir()] == []
     export(name, ring, place)
-    assert [path for path in place.rglob("*") if path.is_file()] != []
+    assert [*place.iterdir()] != []
 
 
 @pytest.mark.parametrize(
@@ -273,6 +274,43 @@ def test_the_file_of_another_export_that_was_faster_is_not_removed(
         (place / "data").unlink()
 
 
+MOVES = ("replace", "rename", "hardlink_to")
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "ogbench"])  # which replaces
+def test_of_two_exports_to_one_place_at_once_the_faster_one_stays(
+    ring: ReplayBuffer, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def overtaken(first: Path, move: Callable[[Path, Path], Any], second: Path) -> Any:
+        """The move to the place, before which the other export comes to its end."""
+        patch.undo()
+        export(name, ring, place)
+        theirs.update({path: data for path, data in files().items() if not re.search(r"/\.", str(path))})
+        return move(first, second)
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+    theirs: dict[Path, bytes] = {}
+    with monkeypatch.context() as patch:
+        for move in MOVES:
+            patch.setattr(Path, move, partialmethod(overtaken, getattr(Path, move)))
+        with pytest.raises(FileExistsError, match="it exists already; give a new name"):
+            export(name, ring, place)
+    assert theirs and files() == theirs
+
+
+def test_a_file_comes_to_its_place_also_where_the_file_system_has_no_links(
+    ring: ReplayBuffer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted", str(target))
+
+    monkeypatch.setattr(Path, "hardlink_to", refused)
+    export("robomimic", ring, place)
+    assert total_of_robomimic(place) == 12
+
+
 def test_what_was_written_through_a_link_is_removed(
     ring: ReplayBuffer, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,7 +397,8 @@ def test_an_export_that_is_killed_leaves_nothing_that_looks_like_all_of_it(
 def die_in_an_export(name: str, folder: Path, place: Path) -> None:
     """Kill this process when everything is written, and nothing is moved yet."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "replace", lambda *_: os.kill(os.getpid(), SIGKILL))
+        for move in MOVES:
+            patch.setattr(Path, move, lambda *_: os.kill(os.getpid(), SIGKILL))
         export(name, ReplayBuffer.from_folder(folder, read_only=True), place)
 
 
@@ -374,4 +413,4 @@ def test_a_data_set_of_minari_that_is_there_stays(ring: ReplayBuffer, place: Pat
     first = export("minari", ring, place)
     with pytest.raises(ValueError, match="already available"):
         export("minari", ring, place)
-    assert minari.load_dataset("kinds-v0").total_episodes == first.total_episodes == 4
+    assert minari.load_dataset("ours/kinds-v0").total_episodes == first.total_episodes == 4
