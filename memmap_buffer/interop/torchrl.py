@@ -232,7 +232,7 @@ def _bounds(columns: Mapping[str, Any], rows: Any) -> list[tuple[int, int]]:
     ends = np.zeros(len(rows), bool)
     for name in OF_NEXT[1:]:
         if f"next.{name}" in columns:
-            ends |= columns[f"next.{name}"][rows].reshape(len(rows), -1).any(axis=1)
+            ends |= _decoded(columns[f"next.{name}"][rows]).reshape(len(rows), -1).any(axis=1)
     if "collector.traj_ids" in columns:
         ids = columns["collector.traj_ids"][rows].ravel()
         ends[:-1] |= ids[1:] != ids[:-1]

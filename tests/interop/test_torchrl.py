@@ -8,6 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from fault_injection import flags_of
+from specification import CUT
 from tensordict import TensorDict
 
 from memmap_buffer import CorruptBufferError, Field, NotABufferError, ReplayBuffer, SchemaError
@@ -92,6 +94,19 @@ def test_a_dump_is_cut_into_its_episodes(tmp_path, marked, below):
         *("observation.pixels", "observation.state", "half", "action", "reward", "terminated", "truncated")
     }
     assert_episodes(buffer, parts)
+    assert not any(flags & CUT for flags in flags_of(tmp_path / "b").values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_an_end_of_any_dtype_is_what_is_not_zero(tmp_path, dtype):
+    parts = transitions()
+    for part in parts:
+        for name in ("done", "terminated", "truncated"):
+            flag = part["next", name]
+            part["next", name] = torch.where(flag, 1.0, -0.0).to(dtype)
+    dump(tmp_path / "dump", parts)
+    with import_torchrl(tmp_path / "dump", tmp_path / "b") as buffer:
+        assert buffer.episode_lens.tolist() == [*LENGTHS]
 
 
 def test_a_full_storage_comes_in_oldest_first(tmp_path):

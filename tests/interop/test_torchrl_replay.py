@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fault_injection import flags_of
 from inside import open_episodes
+from specification import CUT
 
 pytest.importorskip("torchrl", reason="torchrl is not installed")
 import torch
@@ -19,7 +21,7 @@ from torchrl.envs.transforms import RewardScaling
 from torchrl.modules import QValueActor
 from torchrl.objectives import DQNLoss
 
-from memmap_buffer import NotEnoughDataError, SchemaError, SchemaMismatchError, verify
+from memmap_buffer import NotEnoughDataError, ReplayBuffer, SchemaError, SchemaMismatchError, verify
 from memmap_buffer.adapters import Episode
 from memmap_buffer.interop.torchrl_replay import DiskReplayBuffer
 
@@ -75,6 +77,20 @@ def test_the_transitions_are_those_that_collectors_gave(tmp_path: Path, num_envs
     buffer.end_episodes()
     assert rows(buffer[:]) == rows(theirs[:]) and len(buffer) == 160
     assert verify(tmp_path / "ours") == []
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_a_trajectory_that_ended_is_not_flagged_as_cut_short_and_others_are(tmp_path: Path, end: str) -> None:
+    buffer = DiskReplayBuffer(tmp_path, 1000, max_timesteps=4)
+    ids, t = torch.tensor([0] * 3 + [1] * 6 + [2] * 2), torch.tensor([*range(3), *range(6), *range(2)])
+    of_next = {name: torch.zeros(11, dtype=torch.bool) for name in ("terminated", "truncated")}
+    of_next[end][[2, 8]] = True  # the last steps of the first two; the second one has two parts
+    buffer.extend(
+        TensorDict({"x": t, "collector": {"traj_ids": ids}, "next": {"x": t + 1, "reward": t, **of_next}}, [11])
+    )
+    buffer.close()
+    cut = [bool(flags & CUT) for flags in flags_of(tmp_path).values()]
+    assert (ReplayBuffer.from_folder(tmp_path).episode_lens.tolist(), cut) == ([3, 4, 2, 2], [False, True, False, True])
 
 
 def test_a_batch_has_the_keys_shapes_and_dtypes_of_theirs_and_their_losses_take_it(tmp_path: Path) -> None:
