@@ -7,7 +7,6 @@ import inspect
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,34 +19,21 @@ from memmap_buffer.cli.folders import new_file, opened
 from memmap_buffer.cli.minimal import explained, say
 from memmap_buffer.cli.terminal import Place, Problem, Target, Yes
 
-
-@dataclass(frozen=True)
-class Format:
-    """A format of data: `memmap_buffer.interop.<name>` has `import_<name>`, `export_<name>` or both.
-
-    Attributes:
-        what: the help text.
-        named: whether data sets have names, not paths; an export is then made at its place, not moved there when whole.
-    """
-
-    what: str
-    named: bool = False
-
-
-FORMATS = {
-    "minari": Format("a local Minari data set, by its name", named=True),
-    "d4rl": Format("a D4RL file (HDF5)"),
-    "ogbench": Format("an OGBench file (.npz)"),
-    "robomimic": Format("a robomimic file (HDF5)"),
-    "lerobot": Format("a LeRobot v3 data set (folder)"),
-    "parquet": Format("a folder of two Parquet tables (export only)"),
-    "rllib": Format("a folder that RLlib's `output` wrote (import only)"),
-    "torchrl": Format("a folder that a LazyMemmapStorage of torchrl dumped (import only)"),
-    "memmap_replay_buffer": Format("a folder of memmap-replay-buffer; out in its HDF5 layout"),
+FORMATS = {  # `memmap_buffer.interop.<name>` has `import_<name>`, `export_<name>` or both
+    "minari": "a local Minari data set, by its name",
+    "d4rl": "a D4RL file (HDF5)",
+    "ogbench": "an OGBench file (.npz)",
+    "robomimic": "a robomimic file (HDF5)",
+    "lerobot": "a LeRobot v3 data set (folder)",
+    "parquet": "a folder of two Parquet tables (export only)",
+    "rllib": "a folder that RLlib's `output` wrote (import only)",
+    "torchrl": "a folder that a LazyMemmapStorage of torchrl dumped (import only)",
+    "memmap_replay_buffer": "a folder of memmap-replay-buffer; out in its HDF5 layout",
 }
+NAMED = ("minari",)  # data sets with names, not paths: an export is made at its place, not moved there when whole
 OF_BUFFERS = ("max_episodes", "max_timesteps", "circular", "capacity", "spare_slots", "durability", "reserve")
 IF_EXISTS = "Where something is there: end; resume an import that was interrupted; or replace it when the new is whole."
-LIST = ", ".join(f"{name}: {form.what}" for name, form in FORMATS.items())
+LIST = ", ".join(f"{name}: {what}" for name, what in FORMATS.items())
 
 FormatArgument = Annotated[str, typer.Argument(metavar="FORMAT", help=LIST, show_default=False)]
 Options = Annotated[
@@ -72,7 +58,7 @@ def import_(
     options = options_of(function, option or (), OF_BUFFERS)
     with _errors_as_options(function, OF_BUFFERS):
         ImportTarget.checked(target, if_exists)
-        if not FORMATS[form].named and not Path(source).exists():
+        if form not in NAMED and not Path(source).exists():
             raise Problem(f"{source}: there is no such file or folder; check the path")
         with function(source, target, if_exists=if_exists, **options) as buffer:
             count, steps = buffer.num_episodes, buffer.num_steps
@@ -93,7 +79,7 @@ def export(
     function = function_of("export", form)
     options = options_of(function, option or ())
     with _errors_as_options(function), opened(folder) as buffer:
-        if FORMATS[form].named:
+        if form in NAMED:
             function(buffer, target, **options)
             say(f"wrote {target}")
             return

@@ -220,15 +220,13 @@ def _field_facts(field: Field, saved: Compression | None = None) -> dict[str, An
 
 def _say_facts(facts: dict[str, Any]) -> None:
     kind = "packed, read-only" if facts["layout"] == "packed" else "a ring" if facts["circular"] else "until full"
+    first, last = facts["first_serial"], facts["last_serial"]
+    numbers = "none" if first is None else f"{first} to {last}"
     limit = f", at most {facts['capacity']} steps" if facts["capacity"] is not None else ""
     say(f"{facts['folder']}: {kind}, format version {facts['version']}")
-    say(f"episodes  {facts['episodes']} of {facts['max_episodes']}{limit}, numbers {_from_to(facts)}")
+    say(f"episodes  {facts['episodes']} of {facts['max_episodes']}{limit}, numbers {numbers}")
     say(f"steps     {facts['steps']}, at most {facts['max_timesteps']} an episode")
     say(f"on disk   {bytes_of(facts['bytes_on_disk'])} (with holes {bytes_of(facts['bytes_apparent'])})")
-
-
-def _from_to(facts: dict[str, Any]) -> str:
-    return "none" if facts["first_serial"] is None else f"{facts['first_serial']} to {facts['last_serial']}"
 
 
 def _field_columns(fields: dict[str, Any], unit: str) -> dict[str, list[Any]]:

@@ -281,7 +281,7 @@ def test_the_page_names_every_command() -> None:
 
 @pytest.mark.parametrize("form", import_export.FORMATS)
 def test_every_format_has_functions_for_the_ways_that_it_says(form: str) -> None:
-    only = re.search(r"\((import|export) only\)", import_export.FORMATS[form].what)
+    only = re.search(r"\((import|export) only\)", import_export.FORMATS[form])
     for verb in [only[1]] if only else ["import", "export"]:
         try:
             assert callable(import_export.function_of(verb, form))
