@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.resources import files
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,9 +133,7 @@ class Page:
     def __enter__(self) -> Page:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ Both need the extra `video`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,8 @@ def write_mp4(place: Path, frames: Array, fps: int) -> None:
     """Write (T, H, W, 3) uint8 as H.264."""
     height, width = frames.shape[1:3]
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")  # H.264 halves the colours
-    film = FilmWriter(place, frames.shape[1:3], fps)
-    try:
+    with closing(FilmWriter(place, frames.shape[1:3], fps)) as film:
         film.write(progress(frames, "frames"))
-    finally:
-        film.close()
 
 
 class FilmWriter:
