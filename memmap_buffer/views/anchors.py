@@ -58,8 +58,7 @@ class Anchors(NamedTuple):
     @staticmethod
     def joined(parts: Sequence[Anchors]) -> Anchors:
         """Several batches of anchors as one; all have the same columns."""
-        columns = zip(*_alike(parts), strict=True)
-        return Anchors._make([None if column[0] is None else np.concatenate(column) for column in columns])
+        return Anchors._make(_end_to_end(_alike(parts)))
 
     def replaced(self, chosen: IntArray, others: Anchors) -> Anchors:
         """A copy with `others` at the positions `chosen`; a column that `others` lacks, such as `weight`, is 0 there.
@@ -144,17 +143,18 @@ class Runs(NamedTuple):
 
     def where(self, chosen: IntArray | slice) -> Runs:
         """The runs that an index array or a slice chooses."""
-        last = None if self.last is None else self.last[chosen]
-        return Runs(self.slot[chosen], self.serial[chosen], self.first[chosen], self.count[chosen], last)
+        return Runs._make([None if column is None else column[chosen] for column in self])
 
     @staticmethod
     def joined(parts: Sequence[Runs]) -> Runs:
         """The runs of several parts, in their order; either all parts have `last`, or none has."""
         parts = [part for part in parts if len(part.slot)] or parts[:1]
-        if len(parts) == 1:
-            return parts[0]
-        columns = zip(*parts, strict=True)
-        return Runs(*[None if column[0] is None else np.concatenate(column) for column in columns])  # type: ignore[arg-type]
+        return parts[0] if len(parts) == 1 else Runs._make(_end_to_end(parts))
+
+
+def _end_to_end(parts: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The columns of several parts, each joined; None where the parts have none."""
+    return [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
 
 
 def _alike(parts: Sequence[Anchors]) -> Sequence[Anchors]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -94,10 +94,9 @@ class NStep(View):
         return Ends.of(schema, self.terminated, before=self.before, after=self.reach)
 
     def sequences(self, schema: Schema) -> dict[str, str]:
-        following = named(schema, self.next_fields, "next_fields") if self.timeline else ()
-        keys = [f"next_{name}" for name in following]
-        keys += [f"seq_{name}" for name in named(schema, self.sequence_fields, "sequence_fields")]
-        return dict.fromkeys(keys, "n_step_lens")
+        _, following, sequences = self.plan(schema)
+        keys = [f"next_{name}" for name in following if self.timeline]
+        return dict.fromkeys([*keys, *(f"seq_{name}" for name in sequences)], "n_step_lens")
 
     @property
     def one_per_step(self) -> bool:
@@ -117,20 +116,14 @@ class NStep(View):
         if self.terminated:
             schema.require([self.terminated], "terminated", schema.fields)
         schema.require(dict(self.stack), "stack", schema.fields)
-        current, following = self.names(schema)
+        current, following, sequences = self.plan(schema)
         return [
             *current,
             *[f"next_{name}" for name in following],
-            *[f"seq_{name}" for name in named(schema, self.sequence_fields, "sequence_fields")],
+            *[f"seq_{name}" for name in sequences],
             "n_step_lens",
             *["_return", "_discount"] * (self.gamma is not None),
         ]
-
-    def names(self, schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(the fields at t, the fields at t + k)."""
-        current = named(schema, self.current_fields, "current_fields")
-        following = named(schema, self.next_fields, "next_fields")
-        return (_without_successors(current, following) if self.current_fields is None else current), following
 
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
         count = episodes.count - ~(has_final | terminated)
@@ -138,7 +131,12 @@ class NStep(View):
 
     def plan(self, schema: Schema) -> tuple[tuple[str, ...], ...]:
         """(the fields at t, the fields at t + k, the fields at t … t + k - 1)."""
-        return *self.names(schema), named(schema, self.sequence_fields, "sequence_fields")
+        current = named(schema, self.current_fields, "current_fields")
+        following = named(schema, self.next_fields, "next_fields")
+        if self.current_fields is None:
+            taken = {f"next_{name}" for name in following}
+            current = tuple(name for name in current if name not in taken)
+        return current, following, named(schema, self.sequence_fields, "sequence_fields")
 
     def cut(self, builder: BatchBuilder) -> None:
         t, length, (current, following, sequences) = builder.t, builder.length, builder.plan
@@ -258,10 +256,3 @@ def _each_n(values: Array, n: int) -> Array:
     """The n values from each of K steps on, (B * K, n, …), of `values` (B, K + n - 1, …)."""
     windows = np.moveaxis(np.lib.stride_tricks.sliding_window_view(values, n, axis=1), -1, 2)
     return windows.reshape(-1, *windows.shape[2:])
-
-
-@lru_cache(maxsize=64)
-def _without_successors(names: tuple[str, ...], following: tuple[str, ...]) -> tuple[str, ...]:
-    """The default fields at t: `names` without those that are also the `next_` key of a field of `following`."""
-    taken = {f"next_{name}" for name in following}
-    return tuple(name for name in names if name not in taken)

@@ -282,12 +282,7 @@ def _scaled(values: Any, by: float) -> Any:
     """A tensor or an array, or each of a list, as float32 and divided by `by`."""
     if isinstance(values, list):
         return type(values)(_scaled(rows, by) for rows in values)
-    return _as_float(values) / by
-
-
-def _as_float(values: Any) -> Any:
-    """A tensor or an array as float32."""
-    return values.float() if hasattr(values, "float") else np.asarray(values, np.float32)
+    return (values.float() if hasattr(values, "float") else np.asarray(values, np.float32)) / by
 
 
 def _changed(batch: dict[str, Any], name: str, change: Callable[[Any], Any]) -> tuple[dict[str, Any], Any]:

@@ -60,8 +60,7 @@ class Trajectory(View):
         return [*names, *["_lens"] * self.return_lens, *final, *["_mask"] * self.return_mask]
 
     def sequences(self, schema: Schema) -> dict[str, str]:
-        names = named(schema, self.fields, "fields") if self.return_lens else ()
-        return {name: "_lens" for name in names if not (self.final_observation and schema.fields[name].final)}
+        return dict.fromkeys(self.plan(schema)[0] if self.return_lens else (), "_lens")
 
     @property
     def pads_to_longest(self) -> bool:
@@ -272,7 +271,7 @@ class Window(View):
             raise schema.unknown(self.stream, "stream", schema.meta_fields)
         if self.n_steps:
             require_returns(schema, self.reward, self.terminated, self.discount)
-        (names, at_start), shorter = self._names(schema), self._shorter(schema)
+        (names, at_start), masked = self._names(schema), self._masked(schema)
         return [
             *names,
             *at_start,
@@ -280,7 +279,7 @@ class Window(View):
             *["_is_first", "_is_last"] * bool(self.continues),
             *["_steps"] * self.return_steps,
             *["n_step_lens", "_return", "_discount"] * bool(self.n_steps),
-            *[f"_mask_{name}" for name in names if self._shows_final(schema, name) or name in shorter],
+            *[f"_mask_{name}" for name in names if name in masked],
             *["_loss_mask"] * bool(self.burn_in or self.n_steps),
         ]
 
@@ -290,18 +289,14 @@ class Window(View):
         return [name for name in named(schema, self.fields, "fields") if name not in at_start], at_start
 
     def sequences(self, schema: Schema) -> dict[str, str]:
-        shorter = self._shorter(schema)
         padded_behind = not (self.pad_before or self.pad_in_front or self.continues or self.n_steps)
-        names = self._names(schema)[0] if padded_behind else []
-        return {name: "_lens" for name in names if not (self._shows_final(schema, name) or name in shorter)}
+        masked = self._masked(schema)
+        return {name: "_lens" for name in self._names(schema)[0] if padded_behind and name not in masked}
 
-    def _shorter(self, schema: Schema) -> set[str]:
-        """The fields, among those without a final observation, that `only` gives fewer entries than `length`."""
-        return {name for last, plain, _ in self.plan(schema)[0] if last < self.length for name in plain}
-
-    def _shows_final(self, schema: Schema, name: str) -> bool:
-        """Whether the entries of a field may include the final observation of its episode."""
-        return bool(self.n_steps or self.final_observation) and schema.fields[name].final
+    def _masked(self, schema: Schema) -> set[str]:
+        """The fields whose entries are not the window's, so that a batch has masks of their own for them."""
+        groups, _ = self.plan(schema)
+        return {name for last, plain, finals in groups for name in (*finals, *plain * (last < self.length))}
 
     @property
     def reach(self) -> int:
@@ -333,9 +328,9 @@ class Window(View):
         last = dict.fromkeys(names, self.length)
         for group, steps in dict(self.only).items():
             last |= dict.fromkeys(schema.require([group], "only", names), steps)
-        groups = []
+        groups, shows_final = [], self.n_steps or self.final_observation
         for steps in dict.fromkeys([self.length, *last.values()]):
-            finals = tuple(name for name in names if last[name] == steps and self._shows_final(schema, name))
+            finals = tuple(name for name in names if last[name] == steps and shows_final and schema.fields[name].final)
             plain = tuple(name for name in names if last[name] == steps and name not in finals)
             groups.append(LastEntries(steps, plain, finals))
         return groups, at_start
@@ -346,8 +341,7 @@ class Window(View):
         if self.pad_in_front:
             builder.pad_in_front(self.length)
         steps, t, (groups, at_start) = range(self.length), builder.t, builder.plan
-        runs_on = self.boundary == CONTINUE
-        stop = builder.run_on(self.length) if runs_on else builder.length
+        stop = builder.run_on(self.length) if self.continues else builder.length
         self._put_fields(builder, groups, stop)
         if at_start:
             builder.put_at(at_start, np.maximum(t, 0))
@@ -359,7 +353,7 @@ class Window(View):
             "_start": t + builder.begin,
             "_reaches_episode_end": builder.length - t <= self.length,
         }
-        if runs_on:
+        if self.continues:
             builder.put_ends("_is_first", "_is_last", steps)
         if self.return_steps:
             builder.put_steps("_steps", steps)
@@ -506,8 +500,12 @@ class Offsets(View):
         return tuple(self.offsets.items()), *how
 
     def keys(self, schema: Schema) -> list[str]:
-        names = [name for group in self.offsets for name in schema.require([group], "offsets", schema.fields)]
-        return [key for name in names for key in (name, f"_mask_{name}")]
+        return [key for name, _ in self.plan(schema) for key in (name, f"_mask_{name}")]
+
+    def plan(self, schema: Schema) -> list[tuple[str, IntArray | range]]:
+        """(a field, its offsets) for each field."""
+        by_group = [(schema.require([name], "offsets", schema.fields), k) for name, k in self.offsets.items()]
+        return [(name, _consecutive(values)) for names, values in by_group for name in names]
 
     @property
     def reach(self) -> int:
@@ -518,24 +516,18 @@ class Offsets(View):
         return max(0, *(-min(values) for values in self.offsets.values()))
 
     def anchors(self, schema: Schema, episodes: Runs, has_final: BoolArray, terminated: BoolArray) -> Runs:
-        low, stop = 0, episodes.count
-        for group, values in self.offsets.items():
-            low = min(low, *values)
-            for name in schema.require([group], "offsets", schema.fields):
-                exist = episodes.count + has_final if schema.fields[name].final else episodes.count
-                stop = np.minimum(stop, exist - max(0, *values))
+        stop = episodes.count
+        for name, offsets in self.plan(schema):
+            exist = episodes.count + has_final if schema.fields[name].final else episodes.count
+            stop = np.minimum(stop, exist - max(0, *offsets))
         beyond = 0 if self.pad_after is None else self.reach - 1 - self.pad_after
         end = episodes.count - max(self.drop_last, beyond)
-        return _inside(episodes, 0, low, stop, self.boundary, self.stride, end)
+        return _inside(episodes, 0, -self.before, stop, self.boundary, self.stride, end)
 
     def cut(self, builder: BatchBuilder) -> None:
-        for group, values in self.offsets.items():
-            for name in builder.schema.require([group], "offsets", builder.schema.fields):
-                offsets = _consecutive(values)
-                builder.put([name], offsets, padding=self.padding)
-                builder.batch[f"_mask_{name}"] = builder.exists(
-                    offsets, builder.limit(builder.schema.fields[name].final)
-                )
+        for name, offsets in builder.plan:
+            builder.put([name], offsets, padding=self.padding)
+            builder.batch[f"_mask_{name}"] = builder.exists(offsets, builder.limit(builder.schema.fields[name].final))
 
 
 def _inside(
