@@ -26,7 +26,7 @@ from memmap_buffer.items.index import FolderTable, Index
 from memmap_buffer.items.rank_partition import RankPartition
 from memmap_buffer.items.selection import Selection
 from memmap_buffer.items.shuffle import Shuffle
-from memmap_buffer.views.folders import Folders
+from memmap_buffer.views.folders import Folders, id_of
 
 _NUMBER = attrgetter("number")
 NONE: IntArray = np.empty((0, 2), np.int64)
@@ -258,7 +258,7 @@ class EpochSnapshot:
         folders.refresh()
         by_number = {snapshot.number: snapshot for snapshot in self.folders}
         folders.reach(np.fromiter(by_number, np.int64, len(by_number)))
-        now, ids = folders.tables, folders.ids
+        now, ids = folders.tables, [*map(id_of, folders.storages)]
         numbers = folders.numbers[: len(now)].tolist()
         if folders.shards is None and list(by_number) != numbers:
             raise SchemaError(f"the epoch is of {len(by_number)} folders, this reads {len(now)}")

@@ -25,10 +25,9 @@ from memmap_buffer.schema import DECLARED, LENGTHS, Schema
 from memmap_buffer.views.anchors import Anchors, BoolArray
 from memmap_buffer.views.folders import INDEX_BYTES, FieldGroup, Folders, Found
 from memmap_buffer.views.gather import MAX_BATCH_BYTES, Column, Columns, Gather, RowGather, refuse_size
-from memmap_buffer.views.row_ranges import Further, RowRanges
+from memmap_buffer.views.row_ranges import RowRanges
 
 LOOK = 256  # the most timesteps of each item that are searched at once for the end of an episode
-NONE = np.empty(0, np.int64)
 
 
 class Ends(NamedTuple):
@@ -60,29 +59,26 @@ class Ends(NamedTuple):
 
 
 class Following(NamedTuple):
-    """The episodes that items run on into: P pairs of an item and an episode, item by item.
+    """The episodes that items run on into: P pairs of an item and an episode, and where each of the (B, K) entries is.
 
     Attributes:
         item: (P,) the position of the item in the batch.
         records: the records of the P episodes.
-        start: (P,) the first step that the episode shows.
-        lead, end: (P,) the episode has the entries lead … end - 1 of the item.
+        episodes: the episodes of the B items, then these P.
+        first, stop: (B + P,) the row of step 0 of each, in files without `final`, and the end of its steps.
+        place: (B, K) the position in `episodes` of the episode of each entry.
+        step: (B, K) the timestep of each entry there.
+        missing: (B, K) whether it does not exist, as it is from `stop` on; None if all exist.
     """
 
     item: IntArray
     records: Found
-    start: IntArray
-    lead: IntArray
-    end: IntArray
-
-    def rows(self, final: bool, begin: int) -> Further:
-        """The rows of the entries from `begin` on, of fields with or without `final`; entry `begin` gets number 0."""
-        anchors = self.records.anchors
-        row = anchors.words.view(np.int64)[:, FIRST_ROW] + self.start  # type: ignore[union-attr]
-        row = row + anchors.slot if final else row
-        lead, end = np.maximum(self.lead - begin, 0), self.end - begin
-        row, needed = row + lead - (self.lead - begin), end > lead
-        return Further(self.item[needed], row[needed], lead[needed], end[needed])
+    episodes: Anchors
+    first: IntArray
+    stop: IntArray
+    place: IntArray
+    step: IntArray
+    missing: BoolArray | None
 
 
 class BatchBuilder:
@@ -146,25 +142,25 @@ class BatchBuilder:
 
     def _keep_between_ends(self) -> None:
         """Take the steps between two ends for the episode. Ends are searched only as far as items reach."""
-        ends, whole = self._ends, self.length
-        begin, stop = np.full_like(whole, -1), whole.copy()
-        for start in range(0, ends.after, LOOK):
-            steps = range(start, min(start + LOOK, ends.after))
-            is_end = self._is_end(steps)
-            ends_here = is_end.any(axis=1) & (stop == whole)
-            stop = np.where(ends_here, self.t + start + is_end.argmax(axis=1) + 1, stop)
-            if not ((stop == whole) & (self.t + steps.stop < whole)).any():
-                break
-        for start in range(0, ends.before, LOOK):
-            steps = range(-min(start + LOOK, ends.before), -start)
-            is_end = self._is_end(steps)[:, ::-1]
-            ends_here = is_end.any(axis=1) & (begin < 0)
-            begin = np.where(ends_here, self.t - start - is_end.argmax(axis=1), begin)
-            if not ((begin < 0) & (self.t + steps.start > 0)).any():
-                break
-        self.has_final = (self._flags & FINAL).astype(np.bool_) & (stop == whole)
+        after, before = self._steps_to_end(self._ends.after, 1), self._steps_to_end(self._ends.before, -1)
+        begin, stop = np.where(before < 0, 0, self.t - before), np.where(after < 0, self.length, self.t + after + 1)
+        self.has_final = (self._flags & FINAL).astype(np.bool_) & (stop == self.length)
         self.length, self._parted = stop, True
-        self._begin_at(np.maximum(begin, 0))
+        self._begin_at(begin)
+
+    def _steps_to_end(self, reach: int, way: int) -> IntArray:
+        """(B,) the distance of the next end from the anchor, or with `way` -1 from the step before it; -1: none near.
+
+        Args: reach: how many timesteps are searched.
+        """
+        distance, rest = np.full_like(self.t, -1), self.length - self.t if way > 0 else self.t
+        for start in range(0, reach, LOOK):
+            stop, begin = min(start + LOOK, reach), min(way, 0)
+            is_end = self._is_end(range(begin + way * start, begin + way * stop, way))
+            distance = np.where((distance < 0) & is_end.any(axis=1), start + is_end.argmax(axis=1), distance)
+            if not ((distance < 0) & (stop < rest)).any():
+                break
+        return distance
 
     def _begin_at(self, begin: IntArray) -> None:
         """Take timestep `begin` (B,) of each episode for its first one."""
@@ -227,43 +223,45 @@ class BatchBuilder:
             (B,) the first timestep that does not exist, where the steps of the following episodes are counted on.
         """
         item, records = find_following(self.folders, self.anchors, self._since)
-        halves: npt.NDArray[np.uint32] = records.anchors.words.view(np.uint32)  # type: ignore[union-attr]
-        start, stop = halves[:, START].astype(np.int64), halves[:, STOP].astype(np.int64)
-        count = stop - start
-        before = count.cumsum() - count
-        # The steps of the same item's following episodes before this one.
-        before -= before.take(item.searchsorted(item))
-        own = np.maximum(self.length - self.t, 0)  # 0: the episode left meanwhile, and the item is drawn again
-        lead = np.minimum(own.take(item) + before, steps)
-        end = np.minimum(lead + count, steps)
-        self._following = Following(item, records, start, lead, end)
-        return self.length + np.bincount(item, count, len(self.t)).astype(np.int64)
+        words: Words = records.anchors.words  # type: ignore[assignment]
+        count = records.anchors.length - words.view(np.uint32)[:, START]
+        stop = self.length + np.bincount(item, count, len(self.t)).astype(np.int64)
+        # The episodes in the order of their entries: each item's own one, then those that follow it.
+        items = np.concatenate([np.arange(len(self.t)), item])
+        order = np.argsort(items, kind="stable")
+        items, counts = items[order], np.concatenate([np.maximum(self.length - self.t, 0), count])[order]
+        before = counts.cumsum() - counts
+        before -= before.take(items.searchsorted(items))
+        begin = items * steps + np.minimum(before, steps)  # an episode has the entries until the next one begins
+        size = np.diff(begin, append=steps * len(self.t))
+        first_step = np.concatenate([self.t, records.anchors.length - count])
+        step = np.arange(steps * len(self.t)) + (first_step[order] - begin).repeat(size)
+        place, step = order.repeat(size).reshape(-1, steps), step.reshape(-1, steps)
+        ends = np.concatenate([self.length, np.maximum(records.anchors.length, 1)])
+        self._following = Following(
+            item,
+            records,
+            Anchors.joined([Anchors(*each[:4], words=each.words) for each in (self.anchors, records.anchors)]),
+            np.concatenate([self._first, words.view(np.int64)[:, FIRST_ROW]]),
+            ends,
+            place,
+            step,
+            step >= ends.take(place) if any_of(stop - self.t < steps) else None,
+        )
+        return stop
 
     def put_ends(self, first: str, last: str, steps: range) -> None:
         """Put two masks (B, K): the entries at which an item or an episode in it begins, and those at which one ends.
 
         Called after `run_on`.
         """
-        item, records, start, lead, end = self._following  # type: ignore[misc]
-        flags = records.anchors.words.view(np.uint32)[:, FLAGS]  # type: ignore[union-attr]
-        begins, ends = np.zeros((2, len(self.t), len(steps)), np.bool_)
-        begins[:, 0] = True
-        reached = end > lead
-        begins[item[reached], lead[reached]] = True
-        own, whole = self.length - self.t, records.anchors.length - start == end - lead
+        _, _, episodes, _, stop, place, step, _ = self._following  # type: ignore[misc]
+        flags = episodes.words.view(np.uint32)[:, FLAGS]  # type: ignore[union-attr]
+        begins = np.diff(place, axis=1, prepend=-1) != 0
         # The last step of an open episode is no end: steps are still appended behind it.
-        last_steps = ((own > 0) & (own <= len(steps)) & (self._flags & OPEN == 0)).nonzero()[0]
-        ends[last_steps, own[last_steps] - 1] = True
-        last_steps = (reached & whole & (flags & OPEN == 0)).nonzero()[0]
-        ends[item[last_steps], end[last_steps] - 1] = True
-        if self._ends.names and (
-            not self._ends.marked or ((self._flags & INNER_END).any() | (flags & INNER_END).any())
-        ):
-            for name in self._ends.names:
-                values = self.gather.copied(
-                    name, self._ranges(steps, self.schema.fields[name].final, self.length, "zero")
-                )
-                ends |= values.any(axis=tuple(range(2, values.ndim)))
+        ends = step == np.where(flags & OPEN, -1, stop - 1).take(place)
+        if self._ends.names and (not self._ends.marked or (flags & INNER_END).any()):
+            ends |= self._is_end(steps)
             begins[:, 1:] |= ends[:, :-1]
         self.batch |= {first: begins, last: ends}
 
@@ -272,23 +270,18 @@ class BatchBuilder:
 
         With several folders (B, K, 3), the number of the folder first.
         """
-        own, anchors = self.exists(steps), self.anchors
-        folder = [] if anchors.folder is None else [anchors.folder]
-        out = np.empty((*own.shape, 2 + len(folder)), np.int64)
-        for i, column in enumerate((*folder, anchors.serial)):
-            out[..., i] = column[:, None]
-        np.add((self.t + self.begin)[:, None], array_of(steps), out=out[..., -1])
-        if not all_of(own):
-            out[~own] = -1
-        if self._following is not None:
-            item, records, start, lead, end = self._following
-            count = end - lead
-            pair = np.arange(len(item)).repeat(count)
-            step = np.arange(len(pair)) - (count.cumsum() - count).take(pair)
-            entries = item.take(pair), lead.take(pair) + step
-            for i, column in enumerate((*[column.take(item) for column in folder], records.anchors.serial)):
-                out[(*entries, i)] = column.take(pair)
-            out[(*entries, -1)] = start.take(pair) + step
+        if self._following is None:
+            anchors, exist = self.anchors, self.exists(steps)
+            missing = None if all_of(exist) else ~exist
+            place, step = np.arange(len(self.t))[:, None], self.t[:, None] + array_of(steps)
+        else:
+            _, _, anchors, _, _, place, step, missing = self._following
+        columns = [column.take(place) for column in (anchors.folder, anchors.serial) if column is not None]
+        out = np.empty((*step.shape, len(columns) + 1), np.int64)
+        for i, column in enumerate([*columns, step + np.reshape(self.begin, (-1, 1))]):
+            out[..., i] = column
+        if missing is not None:
+            out[missing] = -1
         self.batch[key] = out
 
     def require_steps(self, steps: int) -> None:
@@ -313,18 +306,16 @@ class BatchBuilder:
             t: (B,) int64 the timesteps.
             prefix: each field is put under `prefix` + name.
         """
-        plans: dict[bool, tuple[IntArray, IntArray | None]] = {}
-        row, beyond = self._first + t, NONE
-        if t is not self.t:
-            outside = t.view(np.uint64) >= self.length.view(np.uint64)  # a negative t is a huge uint64
-            beyond = outside.nonzero()[0] if TRUE in outside.tobytes() else NONE
+        plans: dict[bool, tuple[IntArray, BoolArray | None]] = {}
+        # A negative t is a huge uint64.
+        outside = t is not self.t and TRUE in (t.view(np.uint64) >= self.length.view(np.uint64)).tobytes()
         for group in self.folders.groups[(prefix, *names)]:
             final = group.final
             if len(t) * group.largest > MAX_BATCH_BYTES:
                 self._refuse_fields(group, 1)
             if final not in plans:
-                rows = row + self.anchors.slot if final else row
-                plans[final] = self._nearest_at(t, rows, beyond, final) if len(beyond) else (rows, None)
+                first = self._first + self.anchors.slot if final else self._first
+                plans[final] = nearest(first, t, self.limit(final)) if outside else (first + t, None)
             self.batch[group.keys[0]] = RowGather(group, *plans[final])
 
     def put(
@@ -346,7 +337,7 @@ class BatchBuilder:
             padding: the values of timesteps that do not exist: "zero", "edge" (the nearest one) or "default".
         """
         plans: dict[bool, tuple[IntArray | RowRanges, BoolArray | None]] = {}
-        in_one_piece = isinstance(offsets, range) and offsets.step == 1
+        in_one_piece = isinstance(offsets, range) and offsets.step == 1 and self._following is None
         steps = len(offsets) if isinstance(offsets, range) else offsets.shape[-1]
         for group in self.folders.groups[(prefix, *names)]:
             final = group.final
@@ -357,7 +348,7 @@ class BatchBuilder:
                 plans[final] = (
                     (self._ranges(offsets, final, exist, padding), None)  # type: ignore[arg-type]
                     if in_one_piece
-                    else self._nearest(self.t[:, None] + array_of(offsets), final, exist)
+                    else self._rows(offsets, final, exist)
                 )
             self.batch[group.keys[0]] = RowGather(group, *plans[final], padding)
 
@@ -383,8 +374,8 @@ class BatchBuilder:
         """`look` with the values as stored: bfloat16 as its bits."""
         if len(self.t) * len(offsets) * max(INDEX_BYTES, self.schema.largest) > MAX_BATCH_BYTES:
             self.require_size(name, len(offsets))
-        steps = self.t[:, None] + np.arange(offsets.start, offsets.stop, offsets.step)
-        rows, missing = self._nearest(steps, self.schema.fields[name].final, limit)
+        final = self.schema.fields[name].final
+        rows, missing = self._rows(offsets, final, self.limit(final) if limit is None else limit)
         values = self.gather.copied(name, rows)
         if missing is not None:
             values[missing] = values.dtype.type()
@@ -409,43 +400,23 @@ class BatchBuilder:
 
     # Where rows lie
 
-    def _nearest_at(
-        self, t: IntArray, row: IntArray, beyond: IntArray, final: bool
-    ) -> tuple[IntArray, IntArray | None]:
-        """(rows (B,) of the nearest timesteps that exist, the positions that had to be moved, None for none).
-
-        Args:
-            t: (B,) the wanted timesteps.
-            row: (B,) the rows that they would have.
-            beyond: the positions at which `t` is no step of its episode; the final observation may be there.
-        """
-        wanted, limit = t.take(beyond), self.length.take(beyond)
-        if final:
-            limit += self.has_final.take(beyond)
-        nearest = np.minimum(np.maximum(wanted, 0), limit - 1)
-        rows = row.copy()
-        rows[beyond] += nearest - wanted
-        missing = beyond[nearest != wanted]
-        return rows, missing if len(missing) else None
-
-    def _nearest(
-        self, wanted: IntArray, final: bool, limit: IntArray | None = None
-    ) -> tuple[IntArray, BoolArray | None]:
-        """(rows (B, K) of the nearest timesteps that exist, a mask of the `wanted` ones that do not, None for none)."""
-        first = self.first(final)[:, None]
-        limit = (self.limit(final) if limit is None else limit)[:, None]
-        clipped = np.minimum(np.maximum(wanted, 0), limit - 1)
-        missing = wanted != clipped
-        return first + clipped, missing if TRUE in missing.tobytes() else None
+    def _rows(self, offsets: IntArray | range, final: bool, limit: IntArray) -> tuple[IntArray, BoolArray | None]:
+        """The rows at `t + offsets`, (B, K), see `nearest`; `limit` (B,) holds for items that stay in their episode."""
+        if self._following is None:
+            return nearest(self.first(final)[:, None], self.t[:, None] + array_of(offsets), limit[:, None])
+        _, _, episodes, first, stop, place, step, missing = self._following
+        rows = (first + episodes.slot if final else first).take(place)
+        rows += step if missing is None else np.minimum(step, stop.take(place) - 1)
+        chosen = array_of(offsets)
+        return rows.take(chosen, axis=1), None if missing is None else missing.take(chosen, axis=1)
 
     def _ranges(self, offsets: range, final: bool, limit: IntArray, padding: str) -> RowRanges:
         """The rows at `t + offsets`, a range of step 1, as one range for each item."""
         begin, steps = self.t + offsets.start, len(offsets)
         lead = np.minimum(np.maximum(-begin, 0), steps)
         stop = np.maximum(np.minimum(limit - begin, steps), 0)
-        nearest = np.minimum(np.maximum(begin, 0), limit - 1)
-        further = None if self._following is None else self._following.rows(final, offsets.start)
-        return RowRanges(self.first(final) + nearest, lead, stop, steps, padding, further)
+        row = np.minimum(np.maximum(begin, 0), limit - 1)
+        return RowRanges(self.first(final) + row, lead, stop, steps, padding)
 
     # The end
 
@@ -520,6 +491,17 @@ def find_following(folders: Folders, anchors: Anchors, since: int | None = None)
     folder = None if anchors.folder is None else anchors.folder[item]
     others = Anchors(folder, slot, serial, np.zeros_like(slot))
     return item, folders.find(others) if since is None else folders.at(others, since)
+
+
+def nearest(first: IntArray, wanted: IntArray, limit: IntArray) -> tuple[IntArray, BoolArray | None]:
+    """(the rows of the nearest timesteps that exist, a mask of the `wanted` ones that do not, None for none).
+
+    Args:
+        first, limit: the row of step 0 of each episode, and its number of timesteps.
+    """
+    clipped = np.minimum(np.maximum(wanted, 0), limit - 1)
+    missing = wanted != clipped
+    return first + clipped, missing if TRUE in missing.tobytes() else None
 
 
 def array_of(offsets: IntArray | range) -> IntArray:

@@ -120,11 +120,11 @@ class Reach:
         return self._arrays.setdefault(name, Held.of([*map(array_of, self.storages)])) if arrays is None else arrays
 
     def rows(self, name: str, places: IntArray, rows: IntArray) -> Array | None:
-        """Rows (B, …) of a field, (B, …, *field) as stored.
+        """Rows (B, …) of a field, or slots (B,) of a meta field, (B, …, *field) as stored.
 
         None: they cannot be read so, or have so many bytes that a call for each folder costs little beside the copy.
         """
-        field = self.storages[0].layout.schema.fields[name]
+        field = self.storages[0].layout.schema.all[name]
         begin, width = self._rows_begin(name, places, rows, rows + 1), field.itemsize
         if begin is None or not 0 < width <= WIDE or rows.size * width >= LARGE:
             return None
@@ -137,31 +137,17 @@ class Reach:
         begin, size = self._rows_begin(name, places, *ranges.rows()), ranges.steps * field.itemsize
         if begin is None or not 0 < size <= MOST_AT:
             return None
-        by_bytes = ranges.moved(begin, field.itemsize)
+        row = begin + field.itemsize * ranges.row
+        by_bytes = RowRanges(row, ranges.lead, ranges.stop, ranges.steps, ranges.padding)
         at_once = by_bytes.cut is not None and len(places) * size < LARGE
         pieces = bytes_at(by_bytes.cut[0], size) if at_once else None  # type: ignore[index]
         return by_bytes.copied(Source(memory(), 1, pieces), field, pool)
 
     def _rows_begin(self, name: str, places: IntArray, low: IntArray, high: IntArray) -> IntArray | None:
-        """(B,) the addresses of a field's rows; None if rows low … high - 1 cannot be read so.
-
-        Args: low, high: the same number of rows for each item, item by item.
-        """
+        """(B,) the addresses of a field's rows; None if rows low … high - 1 (B, …) cannot be read so."""
         if self._mirrored:
             return None
-        arrays = self._hold(name, lambda storage: storage.maps.rows[name])
-        return arrays.at(places, low.reshape(len(places), -1), high.reshape(len(places), -1))
-
-    def meta(self, name: str, places: IntArray, slot: IntArray) -> Array | None:
-        """Slots (B,) of a meta field, (B, *field) as stored; None: they cannot be read so."""
-        field = self.storages[0].layout.schema.meta_fields[name]
-        width = field.itemsize
-        if self._mirrored or not 0 < width <= MOST_AT:
-            return None
-        begin = self._hold(f"/{name}/", lambda storage: storage.maps.meta[name]).at(places, slot, slot + 1)
-        if begin is None:
-            return None
-        return bytes_at(begin + width * slot, width).view(field.storage).reshape(len(slot), *field.shape)
+        return self._hold(name, lambda storage: stored_rows(storage, name)).at(places, low, high)
 
     def slots_there(self, places: IntArray, slot: IntArray) -> IntArray:
         """(B,) the slots, clipped to those that each folder has: a shard that was made anew may be smaller."""
@@ -193,3 +179,8 @@ class Reach:
     def _changes_at(begin: IntArray) -> Words:
         """The change counters in `state.npy` files that lie at these addresses."""
         return bytes_at(begin + 8 * STATE_WORD["changes"], 8).view(np.uint64)
+
+
+def stored_rows(storage: Storage, name: str) -> Array:
+    """The rows of a field, or the slots of a meta field, as mapped."""
+    return (storage.maps.rows if name in storage.layout.schema.fields else storage.maps.meta)[name]

@@ -87,13 +87,11 @@ class Group(NamedTuple):
     Attributes:
         storage: the folder.
         chosen: the positions of its anchors in the batch, an index array or `EVERY`.
-        part: the same as a slice of `Found.order`.
         changes: the change counter at which its episodes were looked up.
     """
 
     storage: Storage
     chosen: Any
-    part: slice
     changes: int
 
 
@@ -122,25 +120,12 @@ class Found:
         self.only, self._changes, self.since = only, changes, since
 
     @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups, one for each folder that is read from, at least one."""
-        return self._grouped[0] if self.only is None else (Group(self.only, EVERY, EVERY, self._changes),)
-
-    @property
-    def order(self) -> IntArray | None:
-        """(B,) int64 the positions of the anchors, sorted by folder; None if all are of one folder."""
-        return self._grouped[1] if self.only is None else None
+    def groups(self) -> Sequence[Group]:
+        """The groups, one for each folder that is read from, at least one; a single one has the position `EVERY`."""
+        return self._grouped if self.only is None else (Group(self.only, EVERY, self._changes),)
 
     @cached_property
-    def place(self) -> IntArray:
-        """(B,) int64 the position of each anchor in `order`."""
-        assert self.order is not None
-        place = np.empty_like(self.order)
-        place[self.order] = np.arange(len(place))
-        return place
-
-    @cached_property
-    def _grouped(self) -> tuple[tuple[Group, ...], IntArray | None]:
+    def _grouped(self) -> Sequence[Group]:
         reach, places = self.reach, self.folder_places
         assert reach is not None and places is not None
         return grouped(reach, places)
@@ -160,30 +145,20 @@ class Found:
         generation = words[:, GENERATION]  # type: ignore[index]
         if self.reach is not None and self.folder_places is not None and self.reach.unchanged(self.folder_places):
             return np.asarray(generation != 0)
-        order = self.order
-        if order is None:
-            return self.groups[0].storage.unmoved(slot, serial, generation, self.groups[0].changes)
-        slot, serial, generation = slot[order], serial[order], generation[order]
-        same = [
-            storage.unmoved(slot[part], serial[part], generation[part], changes)
-            for storage, _, part, changes in self.groups
-        ]
-        return np.concatenate(same).take(self.place)
+        same = np.empty(len(slot), np.bool_)
+        for storage, chosen, changes in self.groups:
+            same[chosen] = storage.unmoved(slot[chosen], serial[chosen], generation[chosen], changes)
+        return same
 
 
-def grouped(reach: Reach, places: IntArray) -> tuple[tuple[Group, ...], IntArray | None]:
-    """(the anchors of each folder, see `Group`; `Found.order`) for anchors whose folders stand at `places` (B,)."""
+def grouped(reach: Reach, places: IntArray) -> Sequence[Group]:
+    """The anchors of each folder, see `Found.groups`, for anchors whose folders stand at `places` (B,)."""
     order = np.argsort(places.astype(np.uint16 if len(reach.storages) <= 1 << 16 else np.int64), kind="stable")
     by_folder = places[order]
-    groups, start = [], 0
-    for stop in [*(np.flatnonzero(by_folder[1:] != by_folder[:-1]) + 1).tolist(), len(order)]:
-        place = by_folder.item(start)
-        changes = reach.changes.item(place)
-        groups.append(Group(reach.storages[place], order[start:stop], slice(start, stop), changes))
-        start = stop
-    if len(groups) == 1:
-        return (groups[0]._replace(chosen=EVERY, part=EVERY),), None
-    return tuple(groups), order
+    starts = np.flatnonzero(by_folder[1:] != by_folder[:-1]) + 1
+    chosen = np.split(order, starts) if len(starts) else [EVERY]
+    numbers = by_folder[[0, *starts]].tolist()
+    return [Group(reach.storages[i], each, reach.changes.item(i)) for i, each in zip(numbers, chosen, strict=True)]
 
 
 class Tables(NamedTuple):
@@ -335,11 +310,6 @@ class Folders:
             current = self._tables = Tables(token, storages, current.tables if tables == current.tables else tables)
         return current.tables
 
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """The id of each folder's buffer; "" for a folder that is gone."""
-        return tuple(map(id_of, self.storages))
-
     def refresh(self) -> tuple[EpisodeTable, ...]:
         """The episode tables as of now, with new shards; the same tuple if nothing changed."""
         if self.single:
@@ -446,7 +416,7 @@ class Folders:
             return Found(anchors, reach, folder_places), same
         slot, words = reach.slots_there(folder_places, anchors.slot), np.empty((anchors.size, WORDS), np.uint64)
         same = np.empty(anchors.size, np.bool_)
-        for storage, chosen, *_ in grouped(reach, folder_places)[0]:
+        for storage, chosen, *_ in grouped(reach, folder_places):
             words[chosen], same[chosen], _ = storage.look_up(slot[chosen], anchors.serial[chosen], trusted)
         # `reach` has the tables of before the lookups: by newer ones, which another thread may have read, `unchanged`
         # would pass a record that has changed since.

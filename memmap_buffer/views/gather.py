@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
@@ -21,7 +20,8 @@ from memmap_buffer.format.source import Fetched, Rows
 from memmap_buffer.format.storage import Storage
 from memmap_buffer.schema import LENGTHS, Field
 from memmap_buffer.views.anchors import BoolArray
-from memmap_buffer.views.folders import EVERY, FieldGroup, Folders, Found
+from memmap_buffer.views.by_address import stored_rows
+from memmap_buffer.views.folders import FieldGroup, Folders, Found
 from memmap_buffer.views.memory_pool import SMALL
 from memmap_buffer.views.row_ranges import RowRanges
 
@@ -42,24 +42,15 @@ class RowGather(NamedTuple):
     Attributes:
         group: the fields.
         rows: (B,) or (B, K) int64, or ranges.
-        missing: the rows that do not exist, and get `padding`: a mask of the shape of `rows`, or their positions in
-            `rows` (B,); None for none, and for ranges, which know it themselves.
+        missing: a mask of the shape of `rows`, of those that do not exist and get `padding`; None for none, and for
+            ranges, which know it themselves.
         padding: see `BatchBuilder.put`.
     """
 
     group: FieldGroup
     rows: IntArray | RowRanges
-    missing: BoolArray | IntArray | None = None
+    missing: BoolArray | None = None
     padding: str = "zero"
-
-    @property
-    def mask(self) -> BoolArray | None:
-        """`missing` as a mask."""
-        if self.missing is None or self.missing.dtype == np.bool_:
-            return self.missing  # type: ignore[return-value]
-        mask = np.zeros(len(self.rows), np.bool_)  # type: ignore[arg-type]
-        mask[self.missing] = True
-        return mask
 
 
 # A finished column; rows to copy of a group of fields, under its first key; ranges that stand for a mask (B, K).
@@ -147,63 +138,63 @@ class Gather:
 
     def _padded_lists(self, name: str, gather: RowGather) -> tuple[Array, IntArray]:
         """(the lists of a field, (B, …, L, *member), zeros behind the end of each; (B, …) int64 their lengths)."""
-        _, rows, *_ = gather
-        field, count, lead = self.folders.schema.fields[name], self._size, rows.shape
-        length = np.zeros(lead, np.int64)
-        groups = []
-        for storage, chosen, *_ in self.records.groups:
+        field, lead = self.folders.schema.fields[name], gather.rows.shape
+        item, length, groups = self._items_of([lead]), np.zeros(lead, np.int64), []
+        for storage, chosen, _ in self.records.groups:
+            place = self._places_of(chosen, item)
             members, counts, bad = storage.maps.coded[name].lists(self._rows_in_file(storage, name, chosen, gather))
-            length[chosen] = counts.reshape(length[chosen].shape)
-            if bad.any():
-                items = np.zeros(count, np.bool_) if self.broken is None else self.broken[2]
-                items[chosen] |= bad.reshape(length[chosen].shape).reshape(len(items[chosen]), -1).any(axis=1)
-                self.broken = storage, name, items
-            groups.append((chosen, members))
+            length.reshape(-1)[place] = counts
+            self._note_broken(storage, name, item[place[bad]])
+            groups.append((place, members))
         longest = int(length.max(initial=0))
         if length.size * longest * field.itemsize > MAX_BATCH_BYTES:
             refuse_size(self._size, f"field {name!r}", length.size * longest * field.itemsize)
-        out: Array = np.zeros((*lead, longest, *field.shape[1:]), field.entries)
-        exists = np.arange(longest) < length[..., None]
-        for chosen, members in groups:
-            if chosen is EVERY:
-                out[exists] = members
-            else:
-                part = out[chosen]
-                part[exists[chosen]] = members
-                out[chosen] = part
-        return out, length
+        out: Array = np.zeros((length.size, longest, *field.shape[1:]), field.entries)
+        exists = np.arange(longest) < length.reshape(-1, 1)
+        for place, members in groups:
+            row, k = exists[place].nonzero()
+            out[place[row], k] = members
+        return out.reshape(*lead, *out.shape[1:]), length
 
     def _decoded(self, name: str, wanted: Sequence[RowGather]) -> list[Array]:
         """Rows of a compressed field, (B, …, *field) for each of `wanted`; a blob in several is decoded once."""
-        field, count = self.folders.schema.fields[name], self._size
-        leads = [gather.rows.shape for gather in wanted]
-        stops = np.cumsum([0, *map(math.prod, leads)])
-        out = self._pool.empty((int(stops[-1]), *field.shape), field.storage)
-        for storage, chosen, *_ in self.records.groups:
+        field, leads = self.folders.schema.fields[name], [gather.rows.shape for gather in wanted]
+        item = self._items_of(leads)
+        out = self._pool.empty((len(item), *field.cell), field.storage)
+        for storage, chosen, _ in self.records.groups:
+            place = self._places_of(chosen, item)
             stored_rows = np.concatenate([self._rows_in_file(storage, name, chosen, gather) for gather in wanted])
-            place = np.arange(len(out))
-            if self.records.order is not None:
-                parts = [place[start:stop].reshape(count, -1) for start, stop in pairwise(stops.tolist())]
-                place = np.concatenate([part[chosen].ravel() for part in parts])
             if name not in storage.maps.coded:
                 out[place] = stored_rows
                 continue
             bad = storage.maps.coded[name].decode_into(stored_rows, out, place)
-            if len(bad):
-                starts = stops[np.searchsorted(stops, place[bad], side="right") - 1]
-                per_item = np.diff(stops)[np.searchsorted(stops, place[bad], side="right") - 1] // count
-                items = np.zeros(count, np.bool_) if self.broken is None else self.broken[2]
-                items[(place[bad] - starts) // per_item] = True
-                self.broken = storage, name, items
-        parts = [out[start:stop] for start, stop in pairwise(stops.tolist())]
-        return [marked(field, part.reshape(*lead, *field.shape)) for lead, part in zip(leads, parts, strict=True)]
+            self._note_broken(storage, name, item[place[bad]])
+        parts = np.split(out, np.cumsum([*map(math.prod, leads)])[:-1])
+        return [marked(field, part.reshape(*lead, *field.cell)) for lead, part in zip(leads, parts, strict=True)]
+
+    def _items_of(self, leads: Sequence[tuple[int, ...]]) -> IntArray:
+        """(N,) the item of each row of arrays with these first axes (B, …), one array after the other."""
+        return np.concatenate([np.arange(self._size).repeat(math.prod(lead[1:])) for lead in leads])
+
+    def _places_of(self, chosen: Any, item: IntArray) -> IntArray:
+        """The positions of the `chosen` items' rows among rows of `item` (N,)."""
+        is_chosen = np.zeros(self._size, np.bool_)
+        is_chosen[chosen] = True
+        return np.flatnonzero(is_chosen[item])
+
+    def _note_broken(self, storage: Storage, name: str, items: IntArray) -> None:
+        """Note items that have a row that cannot be decoded."""
+        if len(items):
+            broken = np.zeros(self._size, np.bool_) if self.broken is None else self.broken[2]
+            broken[items] = True
+            self.broken = storage, name, broken
 
     def _rows_in_file(self, storage: Storage, name: str, chosen: Any, gather: RowGather) -> Array:
         """The rows of the `chosen` items, padded, as they stand in the file of a field of one folder: (N, *in_file).
 
         For a compressed field, rows of its index.
         """
-        rows, missing, padding = gather.rows, gather.mask, gather.padding
+        _, rows, missing, padding = gather
         field = storage.layout.schema.fields[name].in_file
         if isinstance(rows, RowRanges):
             return rows[chosen].copy(storage, name, self._pool).reshape(-1, *field.shape)
@@ -215,7 +206,7 @@ class Gather:
     def _bring(self, columns: Iterable[Column]) -> None:
         """Fetch the rows that are about to be copied, for folders of which not all rows are there."""
         wanted: list[tuple[Storage, list[Rows]]] = []
-        for storage, chosen, *_ in self.records.groups:
+        for storage, chosen, _ in self.records.groups:
             if storage.mirror is None:
                 continue
             whole = storage.mirror.whole()
@@ -228,7 +219,7 @@ class Gather:
             self.fetched.append(source.bring(wanted))
 
     def copied(self, name: str, rows: IntArray | RowRanges, *, brought: bool = False) -> Array:
-        """Copy rows of one field: (B, …, *field).
+        """Copy rows of one field, or of a meta field: (B, …, *field).
 
         Args: brought: the rows were fetched already, if the folder is a mirror.
         """
@@ -238,15 +229,15 @@ class Gather:
             return self._decoded(name, [RowGather(self.folders.groups["", name][0], rows)])[0]
         only = self.records.only
         if only is None:
-            values = self._copied_by_address(name, rows)
+            values, groups = self._copied_by_address(name, rows), self.records.groups
             if values is not None:
                 return values
-            if self.records.order is not None or name in self.folders.uneven:
+            if len(groups) > 1 or name in self.folders.uneven:
                 return self._copied_by_folder(name, rows)
-            only = self.records.groups[0].storage
+            only = groups[0].storage
         if isinstance(rows, RowRanges):
             return rows.copy(only, name, self._pool)
-        stored = only.maps.rows[name]
+        stored = (only.maps.rows if name in self.folders.schema.fields else only.maps.meta)[name]
         small = rows.size * stored.strides[0] < SMALL
         out = None if small else self._pool.empty((*rows.shape, *stored.shape[1:]), stored.dtype)
         return stored.take(rows, 0, out, "clip")
@@ -264,45 +255,27 @@ class Gather:
 
     def _copied_by_folder(self, name: str, rows: IntArray | RowRanges) -> Array:
         """Rows of a field by a call for each folder."""
-        order, field = self.records.order, self.folders.schema.fields[name]
-        rows = rows if order is None else rows[order]
-        by_folder = self._pool.empty((*rows.shape, *field.shape), field.storage)
-        for storage, _, part, _ in self.records.groups:
-            if isinstance(rows, RowRanges):
-                by_folder[part] = rows[part].copy(storage, name, self._pool)
-            elif name in self.folders.uneven:
-                by_folder[part] = storage.maps.rows[name].take(rows[part], 0, None, "clip")
+        field = self.folders.schema.all[name]
+        out = self._pool.empty((*rows.shape, *field.shape), field.storage)
+        for storage, chosen, _ in self.records.groups:
+            part = rows[chosen]
+            if isinstance(part, RowRanges):
+                out[chosen] = part.copy(storage, name, self._pool)
             else:
-                storage.maps.rows[name].take(rows[part], 0, by_folder[part], "clip")
-        if order is None:
-            return by_folder
-        out = self._pool.empty(by_folder.shape, by_folder.dtype)
-        return by_folder.take(self.records.place, 0, out, "clip")
+                out[chosen] = stored_rows(storage, name).take(part, 0, None, "clip")
+        return out
 
     def meta(self, name: str) -> Array:
         """A meta field of the episode of each item, as stored: (B, *field)."""
-        slot, field = self.records.anchors.slot, self.folders.schema.meta_fields[name]
-        reach, places = self.records.reach, self.records.folder_places
-        values = None
-        if reach is not None and places is not None and name not in self.folders.uneven:
-            values = reach.meta(name, places, slot)
-        if values is not None:
-            return marked(field, values)
-        groups = self.records.groups
-        out = np.empty((len(slot), *field.shape), field.storage)
-        for storage, chosen, *_ in groups:
-            out[chosen] = storage.maps.meta[name].take(slot[chosen], 0, None, "clip")
-        return marked(field, out)
+        return marked(self.folders.schema.all[name], self.copied(name, self.records.anchors.slot, brought=True))
 
     def rows_of(self, columns: Iterable[Column], chosen: Any) -> list[Rows]:
         """The rows that `copy` reads of these columns for the `chosen` items, as ranges low … high - 1."""
         out = []
         for column in columns:
             if type(column) is RowGather:
-                rows = column.rows
+                rows = column.rows[chosen]
                 low, high = rows.rows() if isinstance(rows, RowRanges) else (rows.ravel(), rows.ravel() + 1)
-                if chosen is not EVERY:
-                    low, high = (part.reshape(self._size, -1)[chosen].ravel() for part in (low, high))
                 out += [Rows(name, low, high) for name in column.group.names]
         return out
 

@@ -85,13 +85,12 @@ class Hindsight:
 
     def check(self, schema: Schema) -> None:
         """Raise SchemaError: a field is not declared, or an achieved goal has not the shape and dtype of a goal."""
-        for where in ("goal", "achieved", "reward"):
+        of_steps = {"achieved": [self.achieved], "reward": [self.reward], "info": self.info}
+        for where, names in {"goal": [self.goal], **of_steps}.items():
             fields = schema.all if where == "goal" else schema.fields
-            if getattr(self, where) not in fields:
-                raise schema.unknown(getattr(self, where), f"hindsight, {where}", fields)
-        for name in self.info:
-            if name not in schema.fields:
-                raise schema.unknown(name, "hindsight, info", schema.fields)
+            for name in names:
+                if name not in fields:
+                    raise schema.unknown(name, f"hindsight, {where}", fields)
         goal, achieved = schema.all[self.goal], schema.fields[self.achieved]
         if (goal.shape, goal.dtype) != (achieved.shape, achieved.dtype):
             raise SchemaError(
@@ -120,10 +119,10 @@ class HindsightBuilder(BatchBuilder):
         can_change = (self._entries > self.length) | (self.t + reach < self.length)
         item, t, has_goal = self._drawn()
         self._chosen = (self.anchors.uniform(1) < how.prob) & can_change & has_goal
-        self._goal = self._rows_of(how.achieved, item, t)
-        columns = [self.anchors.serial[item], t + np.broadcast_to(self.begin, t.shape)[item]]
-        columns = columns if self.anchors.folder is None else [self.anchors.folder[item], *columns]
-        self.batch["_goal"] = np.where(self._chosen[:, None], np.stack(columns, axis=1), -1)
+        self._goal = self._stored_at(how.achieved, t)[item]
+        columns = [self.anchors.serial, t + self.begin]
+        columns = columns if self.anchors.folder is None else [self.anchors.folder, *columns]
+        self.batch["_goal"] = np.where(self._chosen[:, None], np.stack(columns, axis=1)[item], -1)
 
     @property
     def _entries(self) -> IntArray:
@@ -131,12 +130,12 @@ class HindsightBuilder(BatchBuilder):
         return self.limit(self.schema.fields[self._how.achieved].final)
 
     def _drawn(self) -> tuple[IntArray, IntArray, BoolArray]:
-        """(the item whose episode gives the goal, the timestep in it, whether there is such a timestep), all (B,)."""
+        """(the item whose episode gives the goal, the timestep of each item's own one, whether it has a goal): (B,)."""
         how, u, now, last = self._how, self.anchors.uniform(2), np.maximum(self.t, 0), self._entries - 1
         item, rest = np.arange(len(u)), np.maximum(last - now, 1)
         if how.strategy == "random":
             item = (item + 1 + (u * (len(u) - 1)).astype(np.int64)) % len(u)
-            return item, np.minimum(now + 1, last)[item], np.full(len(u), len(u) > 1)
+            return item, np.minimum(now + 1, last), np.full(len(u), len(u) > 1)
         if how.strategy == "final":
             t = last
         elif how.strategy == "episode":
@@ -209,25 +208,25 @@ class HindsightBuilder(BatchBuilder):
 
         Args: exists: which of `t` exist, of the same shape; the others get the padding.
         """
-        item = np.broadcast_to(np.arange(len(t)).reshape(-1, *[1] * (t.ndim - 1)), t.shape)
-        values = self._rows_of(name, item.ravel(), t.ravel())
-        new = np.flatnonzero((exists & self._chosen[item]).ravel())
+        values, per_item = self._stored_at(name, t), (-1, *[1] * (t.ndim - 1))
+        new = exists & self._chosen.reshape(per_item)
         if name == self._how.goal:
-            values[new] = self._goal[item.ravel()[new]]
+            values[new] = self._goal[new.nonzero()[0]]
         else:
-            new = new[t.ravel()[new] + 1 < self._entries[item.ravel()[new]]]
-            values[new] = self._rewards(item.ravel()[new], t.ravel()[new])
-        values[~exists.ravel()] = values.dtype.type() if padding == "zero" else self.schema.fields[name].fill
-        return marked(self.schema.fields[name], values.reshape(*t.shape, *values.shape[1:]))
+            new &= t + 1 < self._entries.reshape(per_item)
+            values[new] = self._rewards(t, new)
+        values[~exists] = values.dtype.type() if padding == "zero" else self.schema.fields[name].fill
+        return marked(self.schema.fields[name], values)
 
-    def _rewards(self, item: IntArray, t: IntArray) -> Array:
-        """The rewards of steps `t` (N,) in the episodes of `item` (N,), for the new goals of these items, as stored."""
-        how, fields = self._how, self.schema.fields
+    def _rewards(self, t: IntArray, new: BoolArray) -> Array:
+        """The rewards of the steps `t[new]` for the new goals of their items, as stored: (N, *reward)."""
+        how, fields, item = self._how, self.schema.fields, new.nonzero()[0]
         dtype, field = fields[how.achieved].dtype, fields[how.reward]
         if not len(item):
             return np.empty((0, *field.shape), field.storage)
-        info = {name: decode(self._rows_of(name, item, t), fields[name].dtype) for name in how.info}
-        achieved = decode(self._rows_of(how.achieved, item, t + 1), dtype)
+        t = np.where(new, t, 0)  # a step that every episode has
+        info = {name: decode(self._stored_at(name, t)[new], fields[name].dtype) for name in how.info}
+        achieved = decode(self._stored_at(how.achieved, t + new)[new], dtype)
         rewards = how.reward_fn(achieved, decode(self._goal[item], dtype), info)
         shape = np.shape(rewards)
         if shape != (len(item), *field.shape):
@@ -237,17 +236,7 @@ class HindsightBuilder(BatchBuilder):
             )
         return field.encode(rewards, lead=1)
 
-    def _rows_of(self, name: str, item: IntArray, t: IntArray) -> Array:
-        """The rows of a field at timesteps `t` (N,) in the episodes of `item` (N,), as stored: (N, *field)."""
-        rows = self.first(self.schema.fields[name].final)[item] + t
-        groups, field = self.records.groups, self.schema.fields[name]
-        slot, serial = self.anchors.slot[item], self.anchors.serial[item]
-        if self.records.order is None:
-            return groups[0].storage.read_rows(name, rows, slot, serial)
-        out, group_of = np.empty((len(item), *field.shape), field.storage), np.empty(len(self.t), np.int64)
-        for number, group in enumerate(groups):
-            group_of[group.chosen] = number
-        for number, group in enumerate(groups):
-            members = np.flatnonzero(group_of[item] == number)
-            out[members] = group.storage.read_rows(name, rows[members], slot[members], serial[members])
-        return out
+    def _stored_at(self, name: str, t: IntArray) -> Array:
+        """A field at timesteps t that exist, (B,) or (B, K), as stored."""
+        first = self.first(self.schema.fields[name].final)
+        return self.gather.copied(name, first.reshape(-1, *[1] * (t.ndim - 1)) + t)

@@ -73,7 +73,7 @@ class Pool:
         """An array of arbitrary content, writable and C-contiguous, that shares memory with no array in use."""
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes < SMALL or not self._lock.acquire(blocking=False):
+        if nbytes < SMALL or dtype.hasobject or not self._lock.acquire(blocking=False):
             return np.empty(shape, dtype)
         try:
             self._count_dead()

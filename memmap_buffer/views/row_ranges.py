@@ -37,24 +37,6 @@ class Source(NamedTuple):
     pieces: Array | None
 
 
-class Further(NamedTuple):
-    """More ranges of items, besides their first: (P,) the number of the item; row, lead and stop as in `RowRanges`."""
-
-    item: IntArray
-    row: IntArray
-    lead: IntArray
-    stop: IntArray
-
-    def among(self, chosen: Any, count: int) -> Further:
-        """The ranges of the `chosen` items among `count`, which get new numbers: their positions in `chosen`."""
-        new_numbers = np.full(count, -1)
-        items = np.arange(count)[chosen]
-        new_numbers[items] = np.arange(len(items))
-        item = new_numbers[self.item]
-        kept = item >= 0
-        return Further(item[kept], self.row[kept], self.lead[kept], self.stop[kept])
-
-
 class RowRanges:
     """Rows to copy: item b has K entries. Entries lead[b] … stop[b] - 1 exist: rows row[b], row[b] + 1, …
 
@@ -62,14 +44,10 @@ class RowRanges:
         row, lead, stop: (B,) int64, 0 ≤ lead ≤ stop ≤ K; if an item has no entry, `row` is the nearest row that exists.
         steps: K.
         padding: the value of entries that do not exist: "zero", "edge" (the nearest one) or "default".
-        further: ranges for entries behind `stop`, of other episodes; or None.
     """
 
-    def __init__(
-        self, row: IntArray, lead: IntArray, stop: IntArray, steps: int, padding: str, further: Further | None = None
-    ) -> None:
+    def __init__(self, row: IntArray, lead: IntArray, stop: IntArray, steps: int, padding: str) -> None:
         self.row, self.lead, self.stop, self.steps, self.padding = row, lead, stop, steps, padding
-        self.further = further
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -78,22 +56,14 @@ class RowRanges:
 
     def __getitem__(self, chosen: Any) -> RowRanges:
         """The ranges of the `chosen` items."""
-        further = None if self.further is None else self.further.among(chosen, len(self.row))
-        return RowRanges(self.row[chosen], self.lead[chosen], self.stop[chosen], self.steps, self.padding, further)
+        return RowRanges(self.row[chosen], self.lead[chosen], self.stop[chosen], self.steps, self.padding)
 
     def rows(self) -> tuple[IntArray, IntArray]:
-        """(first rows, ends) of the ranges, the same number for each item: one with fewer has its first range again."""
-        row, stop = self.row, self.row + np.maximum(self.stop - self.lead, 1)
-        if self.further is None or not len(self.further.item):
-            return row, stop
-        item, begin, lead, end = self.further
-        place = 1 + np.arange(len(item)) - np.searchsorted(item, item)
-        rows = np.repeat(np.stack([row, stop])[..., None], place.max() + 1, axis=2)
-        rows[:, item, place] = begin, begin + end - lead
-        return rows[0].ravel(), rows[1].ravel()
+        """(first rows, ends) of the ranges."""
+        return self.row, self.row + np.maximum(self.stop - self.lead, 1)
 
     def exist(self) -> npt.NDArray[np.bool_]:
-        """(B, K) which entries exist, without `further`."""
+        """(B, K) which entries exist."""
         steps = np.arange(self.steps, dtype=np.int32)  # enough for any batch, and compared twice as fast as int64
         mask = steps < self.stop.astype(np.int32)[:, None]
         if self.lead.any():
@@ -107,16 +77,9 @@ class RowRanges:
         pieces = None
         if cut is not None and len(self.row) * self.steps * width < LARGE:
             pieces = storage.slices_of(name, self.steps)[cut[0]]
-            if not cut[1] and self.further is None:
+            if not cut[1]:
                 return pieces.view(field.storage).reshape(len(self.row), self.steps, *field.shape)
         return self.copied(Source(rows.reshape(-1).view(np.uint8), width, pieces), field, pool)
-
-    def moved(self, begin: IntArray, width: int) -> RowRanges:
-        """The ranges by addresses of bytes instead of rows. Args: begin: (B,) the address of row 0; width: of a row."""
-        further = self.further
-        if further is not None:
-            further = further._replace(row=begin[further.item] + width * further.row)
-        return RowRanges(begin + width * self.row, self.lead, self.stop, self.steps, self.padding, further)
 
     def copied(self, source: Source, field: Field, pool: Pool) -> Array:
         """Copy the rows out of any memory: (B, K, *field)."""
@@ -126,16 +89,14 @@ class RowRanges:
         else:
             out, items = source.pieces.view(field.storage).reshape(shape), self.cut[1]  # type: ignore[index]
         target = out.reshape(-1).view(np.uint8)
-        self._copy_each(source, target, width, items, zero=self.padding == "zero")
+        self._copy_each(source, target, width, items)
         if self.padding != "zero":
-            self._pad(source, target.reshape(len(out), self.steps, width), width, items, field.fill)
-        if self.further is not None:
-            self._copy_each(source, target, width, self._further_items, zero=False)
+            self._pad(source, target.reshape(len(out), self.steps, width), items, field.fill)
         return out
 
-    def _copy_each(self, source: Source, target: Array, width: int, items: list[Item], zero: bool) -> None:
+    def _copy_each(self, source: Source, target: Array, width: int, items: list[Item]) -> None:
         """Copy items one by one, as slices of bytes: the fastest copy that numpy has."""
-        (origin, scale, _), size = source, self.steps * width
+        (origin, scale, _), size, zero = source, self.steps * width, self.padding == "zero"
         for b, row, lead, stop in items:
             item_begin, first = b * size, row * scale
             begin, end = item_begin + lead * width, item_begin + stop * width
@@ -145,13 +106,12 @@ class RowRanges:
             if zero and stop < self.steps:
                 target[end : item_begin + size] = 0
 
-    def _pad(self, source: Source, cells: Array, width: int, items: list[Item], fill: Array) -> None:
+    def _pad(self, source: Source, cells: Array, items: list[Item], fill: Array) -> None:
         """Fill the entries that do not exist. Args: cells: (B, K, width) bytes; fill: the value for "default"."""
-        filled = np.frombuffer(fill.tobytes(), np.uint8)
-        before = after = filled
+        before = after = np.frombuffer(fill.tobytes(), np.uint8)
         for b, row, lead, stop in items:
             if self.padding == "edge":
-                first = row * source.scale
+                first, width = row * source.scale, cells.shape[2]
                 last = first + max(stop - lead - 1, 0) * width
                 before, after = source.origin[first : first + width], source.origin[last : last + width]
             if lead:
@@ -163,11 +123,6 @@ class RowRanges:
     def _items(self) -> list[Item]:
         """All items, as tuples."""
         return list(zip(range(len(self.row)), self.row.tolist(), self.lead.tolist(), self.stop.tolist(), strict=True))
-
-    @cached_property
-    def _further_items(self) -> list[Item]:
-        """`further`, as tuples."""
-        return list(zip(*(column.tolist() for column in self.further or ()), strict=True))
 
     @cached_property
     def cut(self) -> tuple[IntArray, list[Item]] | None:

@@ -9,6 +9,7 @@ from memmap_buffer import (
     CorruptBufferError,
     EpisodeStateError,
     Field,
+    Hindsight,
     Offsets,
     ReplayBuffer,
     Schema,
@@ -73,6 +74,21 @@ def test_a_successor_may_be_the_final_observation(tmp_path):
     check(batch["ids"], batch["_lens_ids"], [truth[serial][t] for serial, t in where])
     following = [truth[serial][min(t + 2, 9)] for serial, t in where]
     check(batch["next_ids"], batch["_lens_next_ids"], following)
+
+
+@pytest.mark.parametrize("size", [5, 9000])
+def test_a_function_of_rewards_gets_them_as_arrays(tmp_path, size):
+    fields = {
+        "ids": Field("int64", (None,)),
+        "at": Field("float32", final=True),
+        "goal": "float32",
+        "reward": "float32",
+    }
+    with ReplayBuffer(tmp_path, 1, 4, fields) as buffer:
+        buffer.store_episode(ids=[[1] * t for t in range(4)], at=np.arange(5), goal=[9] * 4, reward=[-1] * 4)
+        how = Hindsight(lambda at, goal, info: [ids.sum() for ids in info["ids"]], "goal", "at", prob=1.0, info="ids")
+        batch = buffer.sample(size, timestep_level=True, return_indices=True, hindsight=how)
+    assert torch.equal(batch["reward"], batch["_indices"][:, 1].float())
 
 
 def test_windows_and_offsets_have_an_axis_of_time_before_that_of_the_list(tmp_path):
