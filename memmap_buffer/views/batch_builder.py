@@ -314,8 +314,10 @@ class BatchBuilder:
             if len(t) * group.largest > MAX_BATCH_BYTES:
                 self._refuse_fields(group, 1)
             if final not in plans:
-                first = self._first + self.anchors.slot if final else self._first
-                plans[final] = nearest(first, t, self.limit(final)) if outside else (first + t, None)
+                first, limit = self._first, self.length
+                if final:  # as `first` and `limit` tell, which are calls
+                    first, limit = first + self.anchors.slot, limit + self.has_final if outside else limit
+                plans[final] = nearest(first, t, limit) if outside else (first + t, None)
             self.batch[group.keys[0]] = RowGather(group, *plans[final])
 
     def put(

@@ -229,9 +229,10 @@ class Gather:
             return self._decoded(name, [RowGather(self.folders.groups["", name][0], rows)])[0]
         only = self.records.only
         if only is None:
-            values, groups = self._copied_by_address(name, rows), self.records.groups
+            values = self._copied_by_address(name, rows)
             if values is not None:
                 return values
+            groups = self.records.groups
             if len(groups) > 1 or name in self.folders.uneven:
                 return self._copied_by_folder(name, rows)
             only = groups[0].storage
