@@ -329,8 +329,7 @@ class Priorities:
         file.prepare(leaves)
         file.begin()
         self.tree.put(leaves, np.repeat([0.0, self._priority_of_new()], [len(gone), len(come)]))
-        file.pairs[slots] = pairs
-        file.put_pairs(slots)
+        file.put_pairs(slots, pairs)
         file.end()
         if self.changes.maxlen and come:
             self.tell(at[len(gone) :], t[len(gone) :])
@@ -346,8 +345,7 @@ class Priorities:
             for block in file.blocks(*steps):
                 leaves = file.leaves_of(*block)
                 self.tree.put(leaves, np.full(len(leaves), priority))
-        file.pairs[slots] = pairs
-        file.put_pairs(slots)
+        file.put_pairs(slots, pairs)
         file.end()
 
     def _load(self, distrust: str = "") -> None:

@@ -93,9 +93,7 @@ class TreeFile:
         self._head_file = ArrayFile(f"priority/{name}.head.npy", np.dtype("<u8"), (WORDS + 2 * layout.slots,))
         self._take_head(np.zeros(WORDS + 2 * layout.slots, np.uint64))
         self._words: Array = self._head  # later, where stores reach the file at once, those in the file
-        self._written: set[int] = set()  # the pages of the head's file that are there, so that it may be stored to
         self._nodes: Nodes | None = None
-        self._at_once = False  # whether stores are in the file at once
         self._fd: dict[str, int] = {}
         self._locks: list[Any] = []
         self._folder = Folder(storage.path)
@@ -197,26 +195,10 @@ class TreeFile:
             self.maximum = value
             self._put(MAXIMUM, _bits(value))
 
-    def put_pairs(self, slots: IntArray) -> None:
-        """Store the pairs of some slots, in order, that were changed."""
-        if not self._at_once:
-            return
-        at = WORDS + 2 * slots
-        pages = (
-            {self._page(word) for word in at.tolist()} if len(slots) <= 64 else range(self._page(len(self._head)) + 1)
-        )
-        for page in pages:
-            if page not in self._written:
-                first, last = (max(0, (page + i) * PAGE // 8 - self._head_file.offset(0) // 8) for i in (0, 1))
-                write_all(
-                    self._fd["head"], self._head[max(WORDS, first) : last], self._head_file.offset(max(WORDS, first))
-                )
-                self._written.add(page)
-        self._words[at], self._words[at + 1] = self._head[at], self._head[at + 1]
-
-    def _page(self, word: int) -> int:
-        """In which page of the head's file a word lies."""
-        return self._head_file.offset(word) // PAGE
+    def put_pairs(self, slots: IntArray, pairs: Any) -> None:
+        """Give some slots other pairs (B, 2)."""
+        self.pairs[slots] = pairs
+        self._words[WORDS:].reshape(-1, 2)[slots] = self.pairs[slots]
 
     def take_epsilon(self, epsilon: float) -> None:
         """Errors that come from now on have this ε; the leaves that are there stay."""
@@ -364,9 +346,10 @@ class TreeFile:
         self._nodes, self.ready = Nodes(self._folder, self._nodes_file, self.leaves, minima=minima), False
         self.tree = SumTree(self._nodes.array, self.leaves, minima=minima)
         close_all(self._fd)
-        self._at_once = shared = self._nodes.shared
+        shared = self._nodes.shared
         self._fd["head"], self._words = self._folder.map_to_change(head, shared=shared)
-        self._written = set()
+        if shared and has_hole(self._fd["head"], 0, head.size):  # of a sparse copy: a store there may meet a full disk
+            write_all(self._fd["head"], read_at(self._fd["head"], head.size, 0), 0)
         if not shared:
             text = "%s: this file system does not overwrite in place, so changes of the priorities %r stay in memory "
             log.info(text + "until checkpoint()", self.storage.path, self.name)
@@ -548,8 +531,7 @@ class Nodes:
         self._lead = file.offset(0) // 8  # words before node 0
         fd, self.array = folder.map_to_change(file, shared=self.shared)
         self._fd = {"": fd}
-        self._finalizer = weakref.finalize(self, close_all, self._fd)
-        self._finalizer.atexit = False
+        weakref.finalize(self, close_all, self._fd).atexit = False
         blocks = ((file.shape[0] + self._lead) >> self._bits) + 1
         self._marked = np.zeros(blocks, np.bool_)  # leaves: shared, they may be stored to; private, they were
         self._written = np.zeros(blocks, np.bool_)
@@ -586,10 +568,6 @@ class Nodes:
         barrier(self._fd[""])
         if not self.shared:
             self._marked[:] = False
-
-    def close(self) -> None:
-        """Close the descriptor; twice is fine. The map goes with the last array over it."""
-        self._finalizer()
 
     def _block(self, nodes: IntArray) -> IntArray:
         """In which block of the file nodes lie."""

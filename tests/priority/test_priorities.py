@@ -56,6 +56,7 @@ from memmap_buffer import (
 )
 from memmap_buffer.format import host
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.format.syscalls import has_hole
 from memmap_buffer.priority.leaves import NO_EPISODES, Leaves, Row
 from memmap_buffer.priority.priorities import Priorities, StepLeaves, in_turn, while_locked
 from memmap_buffer.priority.sum_tree import num_nodes
@@ -941,6 +942,21 @@ def test_a_copy_of_the_folder_keeps_the_priorities_under_another_inode(tmp_path)
     update(opened(tmp_path / "a"), [(0, 1)], [3])
     buffer.snapshot(tmp_path / "b")
     assert content(opened(tmp_path / "b")) == content(opened(tmp_path / "a")) == {(0, 0): 1, (0, 1): powered([3])[0]}
+
+
+def test_the_head_of_a_sparse_copy_has_no_hole_that_a_store_may_find_no_room_for(tmp_path):
+    make(tmp_path, 2, max_episodes=4000).close()
+    opened(tmp_path).close()
+    head = tmp_path / "priority" / "td.head.npy"
+    size = head.stat().st_size
+    with head.open("r+b") as file:
+        file.truncate(512)  # behind are zeros only
+        file.truncate(size)
+        if not host.overwrites_in_place(tmp_path) or not has_hole(file.fileno(), 0, size):
+            pytest.skip("this file system has no holes, or does not overwrite in place")
+        priorities = opened(tmp_path)
+        assert content(priorities) == {(0, 0): 1, (0, 1): 1}
+        assert not has_hole(file.fileno(), 0, size)
 
 
 # Kills, faults, full disks

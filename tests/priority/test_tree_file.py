@@ -42,7 +42,6 @@ def test_all_that_a_store_to_a_leaf_changes_lies_in_the_blocks_that_are_made_rea
     stored = [chosen + first, above, *([above + 2 * first] if minima else [])]
     for node in np.concatenate(stored).tolist():
         assert (HEADER + 8 * node) // size in ready
-    one.close()
 
 
 @pytest.mark.parametrize("leaves", [7, 300_000, 2_000_000])
@@ -65,7 +64,6 @@ def test_blocks_lie_at_multiples_of_two_mebibytes_and_are_written_whole(tmp_path
         assert file.read(HEADER) == nodes_file("nodes.npy", leaves).header
         file.seek(start)
         assert not any(file.read(stop - start))
-    one.close()
 
 
 def test_what_stands_in_a_block_is_kept_when_it_is_made_ready(tmp_path):
@@ -82,7 +80,6 @@ def test_what_stands_in_a_block_is_kept_when_it_is_made_ready(tmp_path):
     with path.open("rb") as file:
         stop = (at // (2 << 20) + 1) * (2 << 20)
         assert not has_hole(file.fileno(), at // (2 << 20) * (2 << 20), min(stop, path.stat().st_size))
-    one.close()
 
 
 @pytest.mark.parametrize("options", [{}, {"n_steps": 3}, {"read_only": True}], ids=str)
