@@ -220,17 +220,14 @@ class PrioritizedDraws:
         load_loops()
         self.reader, self.how, self.num_drawn = reader, how, 0
         self._priorities = priorities
-        self._weights = weights
-        self._quota = None if weights is None else Quota(weights)
+        self._weights = None if reader.folders.single else weights
         self._shared = 0
         self._by_storage: dict[Storage, AnchorPriorities] = {}
         self._leaves = SeveralAnchors(reader.folders.single)
         self._followed: tuple[Index, IntArray, list[tuple[Storage, Runs, bool]]] | None = None
         # The priorities of each folder, and that by which they were followed: without a change they need no look each.
-        self._current: tuple[tuple[Index, tuple[EpisodeTable, ...], list[int]] | None, list[AnchorPriorities]] = (
-            None,
-            [],
-        )
+        self._each: list[AnchorPriorities] = []
+        self._current: tuple[Index, tuple[EpisodeTable, ...], list[int]] | None = None
         self._turn = Turn()
         self._only = reader.folders.storages[0] if reader.folders.single else None
 
@@ -321,24 +318,23 @@ class PrioritizedDraws:
     def _follow(self, steps: Priorities | None = None) -> tuple[IntArray, list[AnchorPriorities]]:
         """The numbers of the folders, and the priorities of the anchors of each, as of now; steps: of the only one."""
         if self._only is not None and self.reader.selection.by_episode:
-            return _ONE, [self._followed_by(self._only, None, steps=steps)]
+            return _ONE, [self._followed_by(self._only, None, True, steps)]
         index = self.reader.index(refresh=True)
         if self._followed is None or self._followed[0] is not index:
             self._followed = self._look(index)
         _, places, followed = self._followed
         now = index, self.reader.folders.tables, [*map(_NUM_DAMAGED, self.reader.folders.storages)]
-        before, each = self._current
         alone = self._only is not None or self.reader.frozen
-        if alone or now != before or not all(map(_SETTLED, each)):
-            self._current = None, []
+        if alone or now != self._current or not all(map(_SETTLED, self._each)):
+            self._current = None
             try:
-                each = [self._followed_by(storage, runs, whole, steps=steps) for storage, runs, whole in followed]
+                self._each = [self._followed_by(*each, steps) for each in followed]
             except WriterLostError:
                 if self.reader.index(refresh=True) is index:
                     raise
                 return self._follow(steps)  # a shard was removed, or made anew, since it was looked at
-            self._current = now, each
-        return places, each
+            self._current = now
+        return places, self._each
 
     def _look(self, index: Index) -> tuple[Index, IntArray, list[tuple[Storage, Runs, bool]]]:
         """The index, its folders by number, and of each the runs of its anchors and whether these are all steps."""
@@ -357,7 +353,7 @@ class PrioritizedDraws:
         return index, np.array(numbers), there
 
     def _followed_by(
-        self, storage: Storage, runs: Runs | None, every_step: bool = True, *, steps: Priorities | None = None
+        self, storage: Storage, runs: Runs | None, every_step: bool, steps: Priorities | None
     ) -> AnchorPriorities:
         """The priorities of the anchors of a folder, as of now.
 
@@ -371,13 +367,9 @@ class PrioritizedDraws:
         if priorities is None:
             if steps is None and self._priorities is not None:
                 steps = self._priorities.of(storage)
-            selection = self.reader.selection
-            cut = None if runs is not None else partial(selection.runs_of, 0, storage)
-            by_steps = selection.by_steps(storage.layout.schema)
-            priorities = self._by_storage[storage] = AnchorPriorities(
-                storage, steps, self.how, selection.view, cut, by_steps=by_steps, every_step=every_step
-            )
-        priorities.follow(runs, every_step=every_step, later=runs is not None and self._only is None)
+            priorities = AnchorPriorities(storage, steps, self.how, self.reader.selection, by_slot=runs is None)
+            self._by_storage[storage] = priorities
+        priorities.follow(runs, every_step, later=runs is not None and self._only is None)
         return priorities
 
     def _draw(
@@ -410,7 +402,7 @@ class PrioritizedDraws:
                 try:
                     places, values, shares = self._choose(totals, total, batch_size, rng, alone)
                 except DamagedSumsError as error:
-                    self._leaves.mend(np.array([(tree.trees or (tree,)).index(error.tree)]))
+                    self._leaves.mend(np.array([(tree.trees or (tree,)).index(*error.args)]))
                     continue
             drawn = self._leaves.find(places, values)
             if drawn is not None:
@@ -431,7 +423,7 @@ class PrioritizedDraws:
         """
         stratified, tree = self.how.stratified, self._leaves.tree
         trees = tree.trees or (tree,)
-        if self._weights is None or self._only is not None:
+        if self._weights is None:
             if not self.how.replacement:
                 places, values = distinct(trees, batch_size, rng)
                 return None if self._only is not None else places, values, np.full(len(totals), 1 / total)
@@ -444,7 +436,7 @@ class PrioritizedDraws:
             path = self.reader.folders.storages[number].path
             raise NotEnoughDataError(f"{path}: folder {number} has nothing to give its share of a batch", folder=number)
         begin = 0 if alone else self._shared
-        places, _ = (self._quota or Quota(self._weights)).turns(np.arange(begin, begin + batch_size))
+        places, _ = Quota(self._weights).turns(np.arange(begin, begin + batch_size))
         values = np.empty(batch_size)
         for place, each in enumerate(totals):
             mine = np.flatnonzero(places == place)

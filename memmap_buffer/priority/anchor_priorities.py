@@ -19,13 +19,13 @@ from memmap_buffer.format.episode_table import EpisodeTable, IntArray
 from memmap_buffer.format.journal import NO_SLOTS, Change, Journal
 from memmap_buffer.format.records import INNER_END
 from memmap_buffer.format.storage import Storage
+from memmap_buffer.items.selection import Selection
 from memmap_buffer.priority.leaves import NO_EPISODES, Leaves, Packed, Row
 from memmap_buffer.priority.options import Prioritized
 from memmap_buffer.priority.priorities import Priorities, in_turn, while_locked
 from memmap_buffer.priority.sum_tree import MAX_PRIORITY, SumTree, with_zeros
 from memmap_buffer.priority.tree_file import in_blocks, require_memory
 from memmap_buffer.views.anchors import Runs
-from memmap_buffer.views.view import View
 
 FirstAndCount: TypeAlias = tuple[IntArray, IntArray]  # of one run a slot: the first timestep, how many anchors
 BLOCK = 1 << 20  # leaves that are looked at together
@@ -40,9 +40,9 @@ class SlotAnchors:
 
     Args:
         storage: the folder.
-        stride: of its runs.
-        cut: gives the runs of slots; None where an episode's anchors follow from others, too, and all are given.
-        by_steps: a step more or less of an episode that goes on is an anchor more or less, see `Selection`.
+        selection: of the anchors.
+        by_slot: whether they are found slot by slot; else an episode's anchors follow from others, too, and all are
+            given.
         by_content: anchors of an episode whose generation is another are others.
 
     Attributes:
@@ -56,11 +56,11 @@ class SlotAnchors:
         inner_end: whether one may be in an episode with a marked end before its last step.
     """
 
-    def __init__(
-        self, storage: Storage, stride: int, cut: Cut | None, *, by_steps: bool = False, by_content: bool = False
-    ) -> None:
-        self._storage, self._stride, self._cut, self._by_content = storage, stride, cut, by_content
-        self._by_steps = by_steps and stride == 1 and not by_content
+    def __init__(self, storage: Storage, selection: Selection, *, by_slot: bool, by_content: bool) -> None:
+        self._storage, self._stride, self._by_content = storage, selection.view.stride, by_content
+        self._cut: Cut | None = partial(selection.runs_of, 0, storage) if by_slot else None
+        # Whether a step more or less of an episode that goes on is an anchor more or less.
+        self._by_steps = self._stride == 1 and not by_content and selection.by_steps(storage.layout.schema)
         self.num_steps = 0
         self._runs_given: Runs | None = None
         self.inner_end = False
@@ -204,9 +204,7 @@ class AnchorPriorities:
         storage: the folder.
         priorities: of its steps; None where batches are drawn by a meta field.
         how: the options of the draws.
-        view: the view whose anchors these are.
-        cut, by_steps: see `SlotAnchors`.
-        every_step: they are those of the steps as long as `follow` finds that each step is one.
+        selection, by_slot: see `SlotAnchors`.
 
     Attributes:
         steps: `priorities`.
@@ -219,18 +217,16 @@ class AnchorPriorities:
         storage: Storage,
         priorities: Priorities | None,
         how: Prioritized,
-        view: View,
-        cut: Cut | None = None,
+        selection: Selection,
         *,
-        by_steps: bool = False,
-        every_step: bool = False,
+        by_slot: bool,
     ) -> None:
+        view = selection.view
         self.storage, self.steps, self._how, self._view = storage, priorities, how, view
         self._reduce = how.reduce or ("mean" if view.per_episode else "first")
         self._before = int(getattr(view, "pad_before", 0))
         self._length = 0 if view.per_episode else int(getattr(view, "length", 1))
-        by_content = how.weight_field is not None
-        self._anchors = SlotAnchors(storage, view.stride, cut, by_steps=by_steps, by_content=by_content)
+        self._anchors = SlotAnchors(storage, selection, by_slot=by_slot, by_content=how.weight_field is not None)
         self.like_steps = (
             priorities is not None
             and not (view.per_episode or self._before or view.repeats)
@@ -242,8 +238,6 @@ class AnchorPriorities:
         self.seen = 0
         self._sorted: FloatArray | None = None
         self._unsorted = 0
-        if not (every_step and self.like_steps):
-            self._begin()
 
     def _begin(self) -> None:
         """From now on they are in a tree in memory; to make it takes one look at every step."""
@@ -323,7 +317,7 @@ class AnchorPriorities:
         if self._own is not None:
             self.catch_up()
 
-    def follow(self, runs: Runs | None, *, every_step: bool = True, later: bool = False) -> None:
+    def follow(self, runs: Runs | None, every_step: bool, *, later: bool) -> None:
         """Take in the changes of this folder's anchors, and of the priorities.
 
         Args:
@@ -335,11 +329,11 @@ class AnchorPriorities:
         if steps is not None:
             steps.follow()
         if self._own is None:
-            if runs is None:
+            if runs is None and self.like_steps:
                 if anchors.at != steps.at:  # type: ignore[union-attr]
                     anchors.follow(runs)
                 every_step = anchors.count == anchors.num_steps
-            if every_step:
+            if every_step and self.like_steps:
                 return
             self._begin()
         if self.unfinished:  # it has just begun, or was interrupted in the middle of it
@@ -567,28 +561,23 @@ class SeveralAnchors(Leaves):
     def _catch_up(self, each: Sequence[AnchorPriorities], behind: Mapping[int, AnchorPriorities]) -> None:
         """Have anchors, each of which has the priority of its step, take in those that are others, in all folders."""
         self._steps.look([priorities.steps for priorities in each])
-        of: list[int] = []
-        slots: list[IntArray] = []
-        t: list[IntArray] = []
-        seen: dict[int, int] = {}
+        seen: list[tuple[AnchorPriorities, int]] = []
+        changed: list[tuple[int, IntArray, Any]] = []
         for i, priorities in behind.items():
             changes, upto = priorities.changes()
-            steps = [(some, at) for some, at in changes or () if at is not None]
-            if changes is None or len(steps) < len(changes):  # of whole episodes
+            if changes is None or any(t is None for _, t in changes):  # of whole episodes
                 priorities.catch_up()
                 continue
-            seen[i] = upto
-            for some, at in steps:
-                of.append(i)
-                slots.append(some)
-                t.append(at)
-        if seen:
-            for i in seen:
-                behind[i].unfinished = True
-            self._put(np.repeat(of, [len(some) for some in slots]), np.concatenate(slots), np.concatenate(t))
-            for i, upto in seen.items():
-                behind[i].seen = upto
-                behind[i].unfinished = False
+            seen.append((priorities, upto))
+            changed += [(i, slots, t) for slots, t in changes]
+        if not seen:
+            return
+        for priorities, _ in seen:
+            priorities.unfinished = True
+        of, slots, t = zip(*changed, strict=True)
+        self._put(np.repeat(of, [*map(len, slots)]), np.concatenate(slots), np.concatenate(t))
+        for priorities, priorities.seen in seen:
+            priorities.unfinished = False
 
     def _put(self, of: IntArray, slots: IntArray, t: IntArray) -> None:
         """Give the anchors (B,) that are served the priorities of their steps."""

@@ -56,15 +56,7 @@ def num_nodes(leaves: int) -> int:
 
 
 class DamagedSumsError(Exception):
-    """The sums of a tree do not add up, so nothing can be drawn by them.
-
-    Attributes:
-        tree: whose sums these are.
-    """
-
-    def __init__(self, tree: SumTree) -> None:
-        super().__init__(tree)
-        self.tree = tree
+    """The sums of a tree, the argument, do not add up, so nothing can be drawn by them."""
 
 
 class SumTree:

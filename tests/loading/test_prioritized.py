@@ -1765,8 +1765,8 @@ def test_a_tree_that_follows_steps_one_by_one_is_the_one_that_is_made_anew(tmp_p
         by_steps += step > 3 and not cuts
         cut = partial(sampler.reader.selection.runs_of, 0, storage_of(buffer))
         count_cuts(one, cut, cuts)
-        other = type(one)(storage_of(buffer), one.steps, sampler.how, sampler.reader.selection.view, cut)
-        other.follow(None)
+        other = type(one)(storage_of(buffer), one.steps, sampler.how, sampler.reader.selection, by_slot=True)
+        other.follow(None, True, later=False)
         assert one.count == other.count
         assert one.tree.total == pytest.approx(other.tree.total)
         for leaves in zip(*map(leaves_of_anchors, (one, other)), strict=True):
