@@ -538,12 +538,10 @@ class Readable(Markable):
                 rng = self._rng = form_of(sampler.reader.output.format).rng()
             else:
                 rng = self._rng
-            reader, alone = sampler.reader, seed is not None
+            reader, alone = sampler.reader, seed is not None or not replacement
             if new_every is not None:
                 _check_new_every(new_every, seed, replacement)
-                columns = sampler.new_first(batch_size, rng, new_every)
-            else:
-                columns = sampler.next(batch_size, rng, alone) if replacement else sampler.distinct(batch_size, rng)
+            columns = sampler.next(batch_size, rng, alone, not replacement, new_every)
             data = finished(reader, columns, lambda: rng)
             return data if device is None and not reader.output.tuple_names else handed_out(reader, data, device)
         except SchemaMismatchError:

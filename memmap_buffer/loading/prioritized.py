@@ -231,8 +231,29 @@ class PrioritizedDraws:
         self._turn = Turn()
         self._only = reader.folders.storages[0] if reader.folders.single else None
 
-    def next(self, batch_size: int, rng: np.random.Generator, alone: bool = False) -> Columns:
-        """The next batch; see `draw`."""
+    def next(
+        self,
+        batch_size: int,
+        rng: np.random.Generator,
+        alone: bool = False,
+        distinct: bool = False,
+        new_every: int | None = None,
+    ) -> Columns:
+        """The next batch; see `draw`.
+
+        Raises:
+            SchemaError: `new_every`: new steps have the highest priority, and no queue; `distinct`: `how` says with
+                replacement.
+        """
+        if new_every is not None:
+            raise SchemaError(
+                "new_every and prioritized exclude each other; new steps have the highest priority there is"
+            )
+        if distinct and self.how.replacement:
+            raise SchemaError(
+                "replacement=False: draws by priority are with replacement; leave one out, or give "
+                "prioritized=Prioritized(replacement=False, stratified=False)"
+            )
         anchors, shown_at = self.draw(batch_size, rng, alone)
         folders = self.reader.folders
         return self.reader.read(folders.find(anchors) if shown_at is None else folders.at(anchors, shown_at))
@@ -297,19 +318,6 @@ class PrioritizedDraws:
         """Have these ranks draw by the same priorities from now on."""
         if self._priorities is not None:
             self._priorities.ranks = ranks if ranks.connected else None
-
-    def distinct(self, batch_size: int, rng: np.random.Generator) -> Columns:
-        """A batch as `Prioritized(replacement=False)` draws it. Raises SchemaError: it draws with replacement."""
-        if not self.how.replacement:
-            return self.next(batch_size, rng, alone=True)
-        raise SchemaError(
-            "replacement=False: draws by priority are with replacement; leave one out, or give "
-            "prioritized=Prioritized(replacement=False, stratified=False)"
-        )
-
-    def new_first(self, batch_size: int, rng: np.random.Generator, new_every: int) -> Columns:
-        """Raise SchemaError: new steps have the highest priority, and no queue."""
-        raise SchemaError("new_every and prioritized exclude each other; new steps have the highest priority there is")
 
     def __len__(self) -> int:
         """The items that can be drawn."""

@@ -91,7 +91,6 @@ class UniformSampler:
         batch_size: int,
         rng: np.random.Generator,
         alone: bool = False,
-        *,
         distinct: bool = False,
         new_every: int | None = None,
     ) -> Columns:
@@ -102,10 +101,12 @@ class UniformSampler:
             rng: draws them.
             alone: the batch does not depend on those before: it is none that was read ahead.
             distinct: no item is drawn twice; only with `alone`.
-            new_every: see `new_first`.
+            new_every: the batch begins with the items that came since the first such batch, each once, as long as some
+                wait; see `NewItems`.
 
         Raises:
-            NotEnoughDataError: there is nothing to draw.
+            NotEnoughDataError: there is nothing to draw, or `distinct`: fewer items than `batch_size`.
+            SchemaError: `new_every`, or `distinct`: items are weighted.
             StaleEpisodeError: see `BatchReader.read`.
         """
         source: AnchorRuns
@@ -197,22 +198,6 @@ class UniformSampler:
         if folders.storages[0].tells_by_counter:
             self._live = LiveIndex(self.reader.selection, folders)
         return self._live
-
-    def distinct(self, batch_size: int, rng: np.random.Generator) -> Columns:
-        """A batch without repeated items. Raises NotEnoughDataError: there are fewer items than `batch_size`."""
-        return self.next(batch_size, rng, alone=True, distinct=True)
-
-    def new_first(self, batch_size: int, rng: np.random.Generator, new_every: int) -> Columns:
-        """A batch that begins with the items that came since the first such batch, each once, as long as some wait.
-
-        Args:
-            batch_size: the number of items.
-            rng: draws the other items.
-            new_every: see `NewItems`.
-
-        Raises: as `next`; SchemaError: items are weighted.
-        """
-        return self.next(batch_size, rng, new_every=new_every)
 
     def _queue(self, source: AnchorRuns, every: int) -> NewItems:
         """The queue of new items, after those that came since the last call were taken in."""

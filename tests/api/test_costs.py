@@ -144,7 +144,7 @@ def test_a_step_of_an_episode_in_memory(make: Callable[..., ReplayBuffer], num_e
 
 @pytest.mark.parametrize(
     ("calls", "options"),
-    [pytest.param(53, {}, id="with replacement"), pytest.param(56, {"replacement": False}, id="without")],
+    [pytest.param(53, {}, id="with replacement"), pytest.param(55, {"replacement": False}, id="without")],
 )
 def test_a_step_and_a_batch_of_transitions(
     make: Callable[..., ReplayBuffer], calls: int, options: dict[str, Any]
