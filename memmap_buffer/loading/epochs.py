@@ -51,7 +51,7 @@ class EpochSampler(Generic[AnyEpoch]):
     """A PyTorch batch sampler that gives `Anchors`. Ranks share its epochs; subclasses say which items these have.
 
     Args:
-        folders: the folders that are read.
+        sources: name -> the folders that are read.
         batch_size: items a batch.
         drop_last: leave out an incomplete last batch.
         seed: fixes every epoch; None: a loaded state brings it.
@@ -69,7 +69,7 @@ class EpochSampler(Generic[AnyEpoch]):
 
     def __init__(
         self,
-        folders: Folders,
+        sources: Mapping[str, Folders],
         *,
         batch_size: int,
         drop_last: bool,
@@ -78,7 +78,7 @@ class EpochSampler(Generic[AnyEpoch]):
         tail: str = "pad",
     ) -> None:
         check_choice("tail", tail, Tail)
-        self._folders = folders
+        self._sources = sources
         self.batch_size, self.drop_last, self.seed = batch_size, drop_last, seed
         self.ranks, self.tail = ranks or Ranks(), tail
         self.epoch = 0
@@ -123,14 +123,6 @@ class EpochSampler(Generic[AnyEpoch]):
             asked: of each rank `_asked`, None where it loaded a state.
         """
         raise NotImplementedError
-
-    def _folder_states(self) -> Any:
-        """The state of the folders as this rank reads them."""
-        return folder_states(self._folders)
-
-    def _require_same(self, ranks: Sequence[tuple[str, Any]]) -> None:
-        """Raise SchemaError where a rank reads other data. Args: ranks: (host, `_folder_states`) of each rank."""
-        require_same(ranks, self._folders)
 
     # The same for all kinds
 
@@ -233,12 +225,21 @@ class EpochSampler(Generic[AnyEpoch]):
         except Exception:  # raised on all ranks, so all retry once: a shard or episodes may have changed just then
             return self._agreed(ranks)
 
+    def _require_same(self, ranks: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        """Raise SchemaError where a rank reads other data. Args: ranks: (host, the states of its folders) of each."""
+        others = [[*states] for _, states in ranks if [*states] != [*self._sources]]
+        if others:
+            raise SchemaError(f"this rank mixes {[*self._sources]}, another {others[0]}; give all the same sources")
+        for name, folders in self._sources.items():
+            require_same([(host, states[name]) for host, states in ranks], folders)
+
     def _agreed(self, ranks: Ranks) -> AnyEpoch:
         epoch, proposal = self._loaded, None
         failure: Exception | None = None
         try:
             epoch = epoch or self._new()
-            proposal = host_name(), self._folder_states(), None if self._loaded else self._asked(epoch)
+            states = {name: folder_states(folders) for name, folders in self._sources.items()}
+            proposal = host_name(), states, None if self._loaded else self._asked(epoch)
         except Exception as error:  # any, even of a user's filter: the other ranks wait for this one
             epoch, failure = None, error
         state = ranks.agree({} if epoch is None else self._state_for_ranks(epoch))
@@ -296,7 +297,7 @@ class OrderedSampler(EpochSampler[Epoch]):
         window: int | None = None,
         **how: Any,
     ) -> None:
-        super().__init__(reader.folders, **how)
+        super().__init__({"": reader.folders}, **how)
         _check_shuffle(shuffle, window, reader.selection.weight_by)
         self.reader, self.shuffle, self.weights, self.window = reader, shuffle, weights, window
         self._on_stale = reader.on_stale
@@ -304,7 +305,7 @@ class OrderedSampler(EpochSampler[Epoch]):
 
     def begin(self) -> Epoch:
         epoch = super().begin()
-        epoch.traffic = traffic_of(self._folders)
+        epoch.traffic = traffic_of(self.reader.folders)
         return epoch
 
     def _state_of(self, epoch: Epoch | None) -> dict[str, Any]:
@@ -451,7 +452,7 @@ class PrioritizedSampler(EpochSampler[PrioritizedEpoch]):
     """
 
     def __init__(self, draws: PrioritizedDraws, **how: Any) -> None:
-        super().__init__(draws.reader.folders, **how)
+        super().__init__({"": draws.reader.folders}, **how)
         self.draws = draws
         self.tail = "drop" if self.tail == "drop" else "pad"  # every rank has the same number of batches
         self._first = 0  # the number of batches before the first epoch of this sampler

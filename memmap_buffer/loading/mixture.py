@@ -16,7 +16,7 @@ import numpy as np
 from memmap_buffer.dtypes import Array, to_numpy
 from memmap_buffer.errors import SchemaError
 from memmap_buffer.format.episode_table import IntArray
-from memmap_buffer.items.epoch import Epoch, FolderState, Handing, folder_states, require_same
+from memmap_buffer.items.epoch import Epoch, Handing
 from memmap_buffer.items.shuffle import Permutation, Quota, Shuffle
 from memmap_buffer.loading.batch_reader import BatchReader
 from memmap_buffer.loading.batches import Batch, finished, form_of, rng_of
@@ -125,7 +125,7 @@ class MixtureSampler(EpochSampler[MixtureEpoch]):
         length: str | int,
         **how: Any,
     ) -> None:
-        super().__init__(next(iter(members.values())).reader.folders, **how)
+        super().__init__({name: member.reader.folders for name, member in members.items()}, **how)
         self.members, self._weights, self._exact, self._length = members, weights, exact, length
         self._shares = {"shares": "exact" if exact else "chance", "weights": [*weights]}
         self.shuffle = next(iter(members.values())).shuffle
@@ -212,16 +212,6 @@ class MixtureSampler(EpochSampler[MixtureEpoch]):
             epoch = self._rebuilt(MixtureState.of(state), "raise")
         self.seed = epoch.seed
         return epoch
-
-    def _folder_states(self) -> dict[str, dict[int, FolderState]]:
-        return {name: folder_states(member.reader.folders) for name, member in self.members.items()}
-
-    def _require_same(self, ranks: Sequence[tuple[str, Any]]) -> None:
-        others = [[*states] for _, states in ranks if [*states] != [*self.members]]
-        if others:
-            raise SchemaError(f"this rank mixes {[*self.members]}, another {others[0]}; give all the same sources")
-        for name, member in self.members.items():
-            require_same([(host, states[name]) for host, states in ranks], member.reader.folders)
 
 
 def _seed_of(seed: int, number: int) -> int:
