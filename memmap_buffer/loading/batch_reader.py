@@ -41,7 +41,7 @@ class Patience:
     """Pauses between the tries of a reader that a writer overtakes: they grow, and `PATIENCE` bounds tries in vain."""
 
     def __init__(self) -> None:
-        self._pause, self._since = 0.0, time.monotonic()
+        self.renew()
 
     def renew(self) -> None:
         """Begin anew, as some item was read."""

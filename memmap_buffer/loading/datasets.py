@@ -24,7 +24,7 @@ from memmap_buffer.items.epoch import Handing
 from memmap_buffer.loading.batches import Batch, Item, ItemDataset
 from memmap_buffer.loading.distributed import Drawn, EpochBatches, anchors_of, samplers_of
 from memmap_buffer.loading.epochs import EpochSampler, PrioritizedSampler
-from memmap_buffer.loading.options import NamedBatch, make_tuple, unknown_option
+from memmap_buffer.loading.options import NamedBatch, make_tuple, require_known
 from memmap_buffer.loading.prefetch import Device, Move, Prefetched, to_device
 from memmap_buffer.loading.tensors import to_tensor
 from memmap_buffer.loading.transport import TASK_BATCHES, Arrivals, Carrier, Tasks, unchanged
@@ -93,7 +93,7 @@ class EpisodeLoader(DataLoader[Any]):
         kwargs = {name: value for name, value in kwargs.items() if name not in ("batch_size", "shuffle", "drop_last")}
         kwargs.setdefault("collate_fn", collate)
         order: Any = sampler if batch_sampler is None else batch_sampler.order
-        items, whole = samplers_of(dataset, order, order.shuffle)
+        items, whole = samplers_of(dataset, order)
         super().__init__(dataset, order.batch_size, sampler=items, drop_last=order.drop_last, **kwargs)
         # PyTorch takes one sampler only, with which it would read item by item, and forbids to set attributes later.
         object.__setattr__(self, "batch_sampler", whole if batch_sampler is None else batch_sampler)
@@ -174,10 +174,9 @@ _LOADER_OPTIONS = frozenset(inspect.signature(DataLoader.__init__).parameters) -
 
 def check_loader_options(options: Mapping[str, Any], own_options: Iterable[str]) -> None:
     """Raise SchemaError for an option that is no argument of PyTorch's DataLoader, or that would set the order."""
-    for name, value in options.items():
-        if name not in _LOADER_OPTIONS:
-            raise unknown_option(name, sorted({*own_options, *_LOADER_OPTIONS} - {"self", "options"}))
-        if name in ("sampler", "batch_sampler") and value is not None:
+    require_known(options, _LOADER_OPTIONS, sorted({*own_options, *_LOADER_OPTIONS} - {"self", "options"}))
+    for name in ("sampler", "batch_sampler"):
+        if options.get(name) is not None:
             raise SchemaError(
                 f"{name}: the order is the library's here; give dataset() to a DataLoader of your own for another"
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, overload
+from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, SequentialSampler
@@ -115,11 +115,7 @@ class Drawn(Sequence[Any]):
     def __len__(self) -> int:
         return self.anchors.size
 
-    @overload
-    def __getitem__(self, i: int) -> Anchors | MixedAnchors: ...
-    @overload
-    def __getitem__(self, i: slice) -> Drawn: ...
-    def __getitem__(self, i: int | slice) -> Anchors | MixedAnchors | Drawn:
+    def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return Drawn(self.anchors.where(i))
         position = range(len(self))[i]
@@ -200,8 +196,8 @@ class EpochBatches(BatchSampler):
         self.order.set_epoch(epoch)
 
 
-def samplers_of(dataset: Sized, order: EpochSampler[Any], shuffle: object) -> tuple[EpochItems, EpochBatches]:
+def samplers_of(dataset: Sized, order: EpochSampler[Any]) -> tuple[EpochItems, EpochBatches]:
     """(sampler, batch sampler) of a loader: this rank's items, and the batches of the whole epoch."""
-    kind = EpochItems if shuffle else ItemsInOrder
+    kind = EpochItems if order.shuffle else ItemsInOrder
     whole = EpochBatches(kind(dataset, order, None), order.batch_size, order.drop_last)
     return kind(dataset, order, ProcessRanks().now()), whole

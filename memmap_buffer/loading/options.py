@@ -207,18 +207,8 @@ DEFAULTS: Options = {
     "on_stale": "redraw",
 }
 _OF_N_STEPS = (
-    *(
-        "gamma",
-        "discount",
-        "current_fields",
-        "next_fields",
-        "sequence_fields",
-        "stack",
-        "padding",
-        "boundary",
-        "timeline",
-    ),
-    *("reward", "terminated"),
+    *("gamma", "discount", "current_fields", "next_fields", "sequence_fields", "stack", "padding", "boundary"),
+    *("timeline", "reward", "terminated"),
 )
 _OF_VIEWS: dict[str, str] = {  # option -> the name of the same argument of a view
     **{name: name for name in ("fields", *_OF_N_STEPS, "return_mask")},
@@ -238,9 +228,7 @@ def parse(options: Mapping[str, Any]) -> Parsed:
     Raises:
         SchemaError: an option is unknown, of another type, or contradicts another.
     """
-    for name in options:
-        if name not in Options.__annotations__:
-            raise unknown_option(name, [*Options.__annotations__])
+    require_known(options, Options.__annotations__)
     parsed = {**DEFAULTS, **{name: v for name, v in options.items() if v is not None or name == "terminated"}}
     _check(parsed)
     return parsed
@@ -352,9 +340,7 @@ def selection_of_episodes(options: Mapping[str, Any], schema: Schema) -> Selecti
     Raises:
         SchemaError: an option is none of `EpisodeOptions`, or names a field that the schema lacks.
     """
-    for name in options:
-        if name not in EpisodeOptions.__annotations__:
-            raise unknown_option(name, [*EpisodeOptions.__annotations__])
+    require_known(options, EpisodeOptions.__annotations__)
     return selection_of(parse({**options, "timestep_level": True}), schema, 1)
 
 
@@ -488,10 +474,13 @@ def _is_number(key: str, view: View, schema: Schema) -> bool:
     return key in NUMBERS if field is None else not field.shape and field.storage.kind != "U"
 
 
-def unknown_option(name: str, names: Collection[str]) -> SchemaError:
-    """The error for an option that does not exist."""
-    closest_names = ", ".join(map(repr, closest(name, names, 4, 0)))
-    return SchemaError(f"option {name!r} is unknown; {did_you_mean(name, names) or f'the closest are {closest_names}'}")
+def require_known(options: Iterable[str], names: Collection[str], offered: Collection[str] = ()) -> None:
+    """Raise SchemaError for an option that is none of `names`, with the closest of these, or of those `offered`."""
+    for name in options:
+        if name not in names:
+            likely = [*(offered or names)]
+            nearest = f"the closest are {', '.join(map(repr, closest(name, likely, 4, 0)))}"
+            raise SchemaError(f"option {name!r} is unknown; {did_you_mean(name, likely) or nearest}")
 
 
 def _split_by_field(schema: Schema, options: Parsed) -> dict[str, Any]:
