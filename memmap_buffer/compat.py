@@ -77,7 +77,9 @@ def can_sample(buffer: ReplayBuffer | ConcatBuffer, *, min_steps: int = 1, min_e
     """
     check_count("min_steps", min_steps, 0)
     check_count("min_episodes", min_episodes, 0)
-    return is_full(buffer) or (buffer.num_steps >= min_steps and buffer.num_episodes >= min_episodes)
+    steps, episodes, capacity = buffer.num_steps, buffer.num_episodes, getattr(buffer, "capacity", None)
+    full = episodes >= buffer.max_episodes or (capacity is not None and steps >= capacity)
+    return full or (steps >= min_steps and episodes >= min_episodes)
 
 
 class DeclaringBuffer(AbstractContextManager["DeclaringBuffer"]):
@@ -189,14 +191,13 @@ def is_empty(buffer: ReplayBuffer | ConcatBuffer) -> bool:
     return buffer.num_steps == 0
 
 
-def is_full(buffer: ReplayBuffer | ConcatBuffer) -> bool:
+def is_full(buffer: ReplayBuffer) -> bool:
     """Whether the next timestep (with a `capacity`) or the next episode overwrites the oldest one, or does not fit.
 
     Args:
         buffer: the buffer.
     """
-    capacity = getattr(buffer, "capacity", None)  # a `ConcatBuffer` has none
-    if capacity is not None and buffer.num_steps >= capacity:
+    if buffer.capacity is not None and buffer.num_steps >= buffer.capacity:
         return True
     trimmed = buffer.num_steps > buffer.episode_lens.sum()  # the oldest is trimmed: `episode_lens` lacks it
     return bool(buffer.num_episodes + trimmed >= buffer.max_episodes)

@@ -252,9 +252,8 @@ def _cast_number(array: Array, target: np.dtype[Any], name: str) -> Array:
     if target.kind == "c":
         return _cast_complex(array, target, name)
     if array.dtype.kind == "c":
-        raise _lossy(
-            array, array == array, name, "an imaginary part would be lost; store `.real`, or declare a complex field"
-        )
+        why = "an imaginary part would be lost; store `.real`, or declare a complex field"
+        raise _lossy(array, np.ones(array.shape), name, why)
     if target.kind in "biu":
         return _cast_integral(array, target, name)
     may_be_summed = array.size <= FEW and array.dtype.kind == target.kind == "f"

@@ -195,7 +195,7 @@ def test_a_signalling_nan_is_a_nan_like_any_other(name: str) -> None:
     assert np.isnan(accepted(np.array([0x7F800001, 0xFF800001], np.uint32).view(np.float32), name, (2,))).all()
 
 
-@pytest.mark.parametrize("value", [1j, 1 + 0j, np.array(2 + 0j), np.complex64(1j)])
+@pytest.mark.parametrize("value", [1j, 1 + 0j, np.array(2 + 0j), np.complex64(1j), complex(math.nan)])
 @pytest.mark.parametrize("name", ["float32", "int64", "bool", "bfloat16"])
 def test_a_complex_value_is_refused_where_its_imaginary_part_has_no_place(value: Any, name: str) -> None:
     with pytest.raises(SchemaError, match="an imaginary part would be lost"):

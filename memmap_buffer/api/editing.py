@@ -322,6 +322,7 @@ class Editing(Recording):
             except BaseException:
                 self._follow_schema()
                 raise
+            self._unfinished = None
 
     def _follow_schema(self) -> None:
         """Open the folder again if the change of its schema is on the disk."""
@@ -330,7 +331,7 @@ class Editing(Recording):
             self._read_from(Folders([opened]))
             self._begin(Writer(opened, before.lock, before.how))
             before.detach()
-        self._unfinished = None
+            self._unfinished = None
 
     def _computing(
         self, what: str, name: str, field: Field, meta: bool, compute: Compute, fields: Iterable[str] | None

@@ -115,7 +115,10 @@ class Recording(Readable):
 
     @property
     def turn(self) -> AbstractContextManager[Any, None]:
-        """A `with` block in which no other thread writes to this buffer: to read and then update, say."""
+        """A `with` block in which no other thread writes to this buffer: to read and then update, say.
+
+        First a change of columns, or a switch of shards, that was interrupted is completed.
+        """
         turn: AbstractContextManager[Any, None]
         turn = self._writer.lock.turn if self._publisher is None else self._publisher.turn
         if self._unfinished is not None:
@@ -459,7 +462,8 @@ class Recording(Readable):
     def _missed(self, error: BaseException, values: dict[str, Any], priority: Any, *, time: bool) -> None:
         """Note that given steps may be missing, and which.
 
-        Not for a MemmapBufferError or OSError: those tell that the steps were refused, or are handled in `_append`.
+        Not for a MemmapBufferError or OSError: those tell that the steps were refused, or are handled where steps are
+        stored.
         """
         stream = self._stream
         if stream is not None and not isinstance(error, (MemmapBufferError, OSError)):

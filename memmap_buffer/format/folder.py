@@ -555,7 +555,11 @@ class Folder:
         try:
             yield
         finally:
-            lock.release()
+            try:
+                lock.release()
+            except BaseException:  # an interruption: its traceback would keep the lock
+                lock.release()
+                raise
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:

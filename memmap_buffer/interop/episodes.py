@@ -206,18 +206,20 @@ def _folder_beside(place: Path) -> Iterator[Path]:
     """A hidden folder in the folder of a place. At the end it is removed, and folders made for it that are empty."""
     parent = place.resolve().parent
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
-    parent.mkdir(parents=True, exist_ok=True)
     try:
-        new = Path(mkdtemp(prefix=f".{place.name[:50]}.", dir=parent))  # 255 bytes at most, as UTF-8, too
-    except OSError as error:
-        error.filename = str(place)
-        raise
-    try:
-        yield new
+        parent.mkdir(parents=True, exist_ok=True)
+        try:
+            new = Path(mkdtemp(prefix=f".{place.name[:50]}.", dir=parent))  # 255 bytes at most, as UTF-8, too
+        except OSError as error:
+            error.filename = str(place)
+            raise
+        try:
+            yield new
+        finally:
+            rmtree(new, ignore_errors=True)
     finally:
-        rmtree(new, ignore_errors=True)
-        with suppress(OSError):  # one is not empty
-            for folder in missing:
+        for folder in missing:
+            with suppress(OSError):  # it is not empty, or was not made
                 folder.rmdir()
 
 

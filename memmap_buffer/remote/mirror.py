@@ -108,9 +108,11 @@ class Mirror(Published):
         where = self.objects.name_of(path)
         raise CorruptBufferError(f"{where}: the bytes are not those that were published; publish the shard again")
 
-    @property
     def has_digests(self) -> bool:
-        return super().has_digests and Folder(self.path).exists(DIGESTS)  # a copy that was made anew lacks them
+        loaded = super().has_digests()
+        if loaded and not Folder(self.path).exists(DIGESTS):  # a copy that was made anew lacks them
+            self.keep_digests(self.digests.tobytes())
+        return loaded
 
     def kept_digests(self) -> bytes:
         return kept_digests(self.path, self.files)

@@ -116,9 +116,8 @@ class Published:
         digests: Array = self.__dict__["digests"]
         return digests
 
-    @property
     def has_digests(self) -> bool:
-        """Whether the digests are loaded, and kept where `keep_digests` does that."""
+        """Whether the digests are loaded; then they are kept where `keep_digests` does that."""
         return "digests" in vars(self)
 
     def kept_digests(self) -> bytes:
@@ -151,7 +150,7 @@ def require_digests(folders: Sequence[Published]) -> None:
     Raises:
         RemoteError: the store fails, or its digests are not those that were published.
     """
-    lacking = [each for each in folders if not each.has_digests and not each.take_digests(each.kept_digests())]
+    lacking = [each for each in folders if not each.has_digests() and not each.take_digests(each.kept_digests())]
     for objects in {each.objects for each in lacking}:
         mine = [each for each in lacking if each.objects is objects]
         files = [blocks_file(each.files.num_digests) for each in mine]

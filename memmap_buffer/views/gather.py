@@ -152,8 +152,12 @@ class Gather:
         out: Array = np.zeros((length.size, longest, *field.shape[1:]), field.entries)
         exists = np.arange(longest) < length.reshape(-1, 1)
         for place, members in groups:
-            row, k = exists[place].nonzero()
-            out[place[row], k] = members
+            if len(groups) == 1:
+                out[exists] = members
+            else:
+                part = out[place]
+                part[exists[place]] = members
+                out[place] = part
         return out.reshape(*lead, *out.shape[1:]), length
 
     def _decoded(self, name: str, wanted: Sequence[RowGather]) -> list[Array]:

@@ -130,7 +130,7 @@ class HindsightBuilder(BatchBuilder):
         return self.limit(self.schema.fields[self._how.achieved].final)
 
     def _drawn(self) -> tuple[IntArray, IntArray, BoolArray]:
-        """(the item whose episode gives the goal, the timestep of each item's own one, whether it has a goal): (B,)."""
+        """(the item whose episode gives the goal, the timestep in each item's own one, whether it has a goal): (B,)."""
         how, u, now, last = self._how, self.anchors.uniform(2), np.maximum(self.t, 0), self._entries - 1
         item, rest = np.arange(len(u)), np.maximum(last - now, 1)
         if how.strategy == "random":

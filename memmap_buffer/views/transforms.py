@@ -227,6 +227,11 @@ class Advantages:
                 f"Advantages: some windows end before their episode, and the {self.value!r} of the step behind is not "
                 "there; take whole episodes, or give values (B, T + 1)"
             )
+        lens, has_final = batch.get("_lens"), batch.get("_has_final")
+        if lens is not None and has_final is not None and values.shape[1] > rewards.shape[1]:
+            values = values * 1.0
+            values[~has_final, lens[~has_final]] = 0.0  # padding, or the V that a network computed from it
+        columns = advantages(rewards, values, over, self.gamma, self.lambda_, lens=lens)
         if self.terminated is not None and values.shape[1] == rewards.shape[1] and not (over != 0).any(1).all():
             warnings.warn(
                 f"Advantages: an episode was cut short, and the {self.value!r} behind its last step is not there, so "
@@ -234,11 +239,6 @@ class Advantages:
                 UserWarning,
                 stacklevel=2,
             )
-        lens, has_final = batch.get("_lens"), batch.get("_has_final")
-        if lens is not None and has_final is not None and values.shape[1] > rewards.shape[1]:
-            values = values * 1.0
-            values[~has_final, lens[~has_final]] = 0.0  # padding, or the V that a network computed from it
-        columns = advantages(rewards, values, over, self.gamma, self.lambda_, lens=lens)
         if widened:
             columns = columns[0][..., None], columns[1][..., None]
         return {**batch, self.name: columns[0], self.returns: columns[1]}

@@ -184,6 +184,10 @@ class EpisodeGroup(Block):
         except MemmapBufferError:  # it was refused, and the episodes go on
             self._missing, self._following, self._round = None, following, None
             raise
+        except OSError:
+            self._round = None
+            self._account_and_keep()
+            raise
         return True
 
     def _append_some(self, joint: Round, steps: Steps) -> None:
@@ -249,6 +253,12 @@ class EpisodeGroup(Block):
             if count:
                 self._tell(self._missing, count)
                 self._missing.before = None
+
+    def _account_and_keep(self) -> None:
+        """The same, and have copies of what is left: the arrays that were given may be used again after an error."""
+        self._account()
+        if isinstance(self._missing, Steps):
+            self._missing.keep()
 
     def _require_lists(self, steps: Steps, stop: int) -> None:
         """Raise EpisodeStateError where lists have no room, before any environment has a timestep."""

@@ -113,8 +113,11 @@ class Steps:
         return self.done - done
 
     def keep(self) -> None:
-        """Have copies of the fields, as the arrays that were given may be used again."""
-        self.fields, self.ends = {name: rows.copy() for name, rows in self.fields.items()}, self.ends.copy()
+        """Have copies of the arrays that were given."""
+        self.fields, self.meta, self.following = (
+            {name: rows.copy() for name, rows in values.items()} for values in (self.fields, self.meta, self.following)
+        )
+        self.ends = self.ends.copy()
 
     @property
     def num_envs(self) -> int:

@@ -87,7 +87,7 @@ class EpisodeStream(EpisodeGroup):
         self._sure = False  # whether what is kept of the episodes holds, and none needs a look that did not just end
         self._idle: list[int] = []  # environments without an open episode
         self.over = np.zeros(size, np.bool_)  # of which environments the last step ended an episode
-        self._doubtful: Steps | None = None  # interrupted, so that `over` is that before them
+        self._doubtful: Steps | None = None  # as `over` does not know yet of those that were given last
         self._looks = LOOKS if skips_resets or resets_at_once else 0  # at ends, still to come
         self._linked: bool | None = None  # whether what is seen next is what follows, within an episode
         self._seen_again: list[Any] = []  # at ends one behind the other, what was seen next and then again
@@ -133,15 +133,18 @@ class EpisodeStream(EpisodeGroup):
                 self._following = self._following or (following if steps.done == start else {})
                 if isinstance(error, MemmapBufferError) or steps.done == len(steps.ends):
                     self._missing, self._doubtful, self.over = None, None, over
+                else:
+                    steps.keep()
                 raise
             self._missing, self._doubtful, self.over = None, None, over
 
     def interrupt(self, steps: Steps | None = None) -> None:
         """Know that timesteps were given, and may not be stored; and which, if that is known."""
         self._missing, self._round = self._missing or self, None
-        self._account()  # now, as the arrays that were given may be used again
+        self._account_and_keep()
         if steps is not None and self._skips_resets and steps.num_envs == self._size:
-            self._find_resets(steps)
+            if steps is not self._doubtful:
+                self._find_resets(steps)
             steps.keep()
             self._doubtful = steps
 
@@ -282,9 +285,11 @@ class EpisodeStream(EpisodeGroup):
             return ends
         meta, same = {name: values[steps.done] for name, values in steps.meta.items()}, []
         for end in ends:
-            last = {**self._meta, **meta} if self._meta_waits.item(end.place) else meta
-            shown = self._writer.meta_of(self.episodes[end.place])
-            if all(shown[name].tobytes() == values[end.place].tobytes() for name, values in last.items()):
+            i, episode = end.place, self.episodes[end.place]
+            given = {**self._meta, **meta} if self._meta_waits.item(i) else meta
+            last = {**episode.meta, **{name: values[i] for name, values in given.items()}}
+            shown = self._writer.meta_of(episode)
+            if all(shown[name].tobytes() == value.tobytes() for name, value in last.items()):
                 same.append(end)
         return same
 
@@ -308,6 +313,9 @@ class EpisodeStream(EpisodeGroup):
         for i in environments:  # first: whatever interrupts this, what comes next is not seen as what followed
             self._cut.pop(i, None)
             self.over[i] = False
+        if self._doubtful is not None:
+            others = [i for i in range(self._size) if i not in environments]
+            self._doubtful.ends = self._doubtful.ends & np.isin(self._everyone, others)
         if environments:
             self.publish(among=environments)
 

@@ -203,9 +203,16 @@ class Writer:
 
         It leaves a change alone that this thread is in the middle of, as a handler of a signal may ask.
         """
-        if not self._settled and self.lock.mine and not self.lock.turn._is_owned():
-            with suppress(MemmapBufferError, OSError):  # which the next call raises, if it cannot do it either
-                self.begin()
+        turn = self.lock.turn
+        if self._settled or not self.lock.mine or turn._is_owned():
+            return
+        try:
+            if turn.acquire(False):  # else another thread writes, and has completed it
+                with suppress(MemmapBufferError, OSError):  # which the next call raises, if it cannot do it either
+                    self.begin()
+        finally:
+            if turn._is_owned():
+                turn.release()
 
     def _settle(self, files: WriteHandles) -> None:
         """Take what is on the disk for what happened: finish a rewrite, count anew, and tell the readers."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fault_injection import fork, shown, without_barriers
-from inside import before_priorities_are_opened, get_inside, set_inside, storage_of, turn_of
+from inside import around, before_priorities_are_opened, get_inside, place_of, set_inside, storage_of, turn_of
 from interruptions import PACKAGE
 
 from memmap_buffer import (
@@ -352,6 +352,21 @@ def test_the_first_draws_by_priority_of_several_threads_share_one_tree(tmp_path,
             assert together(*[partial(other.sample, 4, prioritized=Prioritized(), **STEP)] * 3) == []
             other.close()
             assert draw()["x"].shape == (4, 3)
+
+
+def test_who_counts_waits_for_no_thread_that_is_writing(tmp_path, monkeypatch):
+    buffer = ReplayBuffer(tmp_path, 9, 9, {"x": "int"}, publish="step", spare_slots=2)
+    counted = []
+
+    def count():
+        thread = threading.Thread(target=lambda: counted.append((buffer.num_steps, len(buffer))), daemon=True)
+        thread.start()
+        thread.join(20)
+
+    around(monkeypatch, *place_of("tell_readers"), before=count)
+    for _ in range(2):
+        buffer.add(x=np.arange(2))
+    assert len(counted) == 2
 
 
 def test_objects_that_several_threads_make_of_a_folder_take_it_over_in_turn(tmp_path):

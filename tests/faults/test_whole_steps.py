@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 from environments import FIELDS, Environments, require_true_successors, steps_in
 from fault_injection import flags_of, system, without_barriers
-from inside import around, place_of, set_inside
+from inside import around, get_inside, place_of, set_inside
 from interruptions import interrupted
 from specification import FINAL
 
@@ -223,6 +224,85 @@ def test_a_reset_that_is_interrupted_is_left_out_and_no_step_behind_it(
         assert {tuple(row) for row in following["observation"].tolist()} <= steps_in(program.folder), error
         if error is None:
             break
+
+
+@pytest.mark.parametrize("stride", [61, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["ram", "step"], indirect=True)
+def test_an_end_of_a_step_that_is_interrupted_is_not_taken_for_one_behind_end_episodes(
+    tmp_path: Path, mode: str, stride: int
+) -> None:
+    """Which tells that the environment was reset already."""
+    for at in count(0, stride):
+        how = {"spare_slots": 4, "skips_resets": True, **MODES[mode]}
+        buffer = ReplayBuffer(tmp_path / str(at), 20, 9, {"x": "int", "terminated": "bool"}, **how)
+        steps = [{"x": np.array([t, 100 + t]), "terminated": np.array([t == 2, False])} for t in range(5)]
+        buffer.add(**steps[0])
+        buffer.add(**steps[1])
+        error = interrupted(partial(buffer.add, **steps[2]), at)
+        buffer.end_episodes([0])
+        buffer.add(**steps[3])
+        buffer.add(**steps[4])
+        buffer.end_episodes()
+        stored = {int(x) for i in range(len(buffer)) for x in buffer.episode(i)["x"]}
+        assert {3, 4, 103, 104} <= stored, error
+        buffer.close()
+        if error is None:
+            break
+
+
+def test_timesteps_that_a_full_disk_cut_off_may_be_given_again_from_any_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `skips_resets` what is a reset of the first of them is so again."""
+    append = get_inside("append_round")
+    for again, expected in ((0, [1, 2, 2, 3, 3, 5]), (2, [1, 2, 3, 5])):
+        buffer = ReplayBuffer(
+            tmp_path / str(again), 20, 9, {"x": "int", "terminated": "bool"}, publish="step", skips_resets=True
+        )
+        buffer.add(x=1, terminated=False)
+        left = [3]
+
+        def append_until(*arguments: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(errno.ENOSPC, "full")
+            append(*arguments)
+
+        x, terminated = np.array([2, 3, 4, 5]), np.array([False, True, False, False])  # 4 is a reset
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+            set_inside(patch, append_round=append_until)
+            buffer.extend(x=x, terminated=terminated)
+        buffer.extend(x=x[again:], terminated=terminated[again:])
+        buffer.end_episodes()
+        assert sorted(int(x) for i in range(len(buffer)) for x in buffer.episode(i)["x"]) == expected
+        buffer.close()
+
+
+def test_arrays_that_are_used_again_behind_an_error_change_nothing_of_a_step_that_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"x": Field("int", final=True), "terminated": "bool"}
+    buffer = ReplayBuffer(tmp_path, 20, 9, fields, {"task": "int"}, publish="step", spare_slots=4)
+    step = {"x": np.array([0, 100]), "next_x": np.array([1, 101]), "task": np.array([7, 7])}
+    over = np.zeros(2, np.bool_)
+
+    def full(*_: Any) -> None:
+        monkeypatch.undo()
+        raise OSError(errno.ENOSPC, "full")
+
+    for t in range(3):
+        if t == 2:
+            set_inside(monkeypatch, tell_readers=full)
+        with pytest.raises(OSError, match="full") if t == 2 else nullcontext():
+            buffer.add(**step, terminated=over)
+        for name in ("x", "next_x", "task"):
+            step[name] += 1
+    step["x"] += 50
+    buffer.add(**step, terminated=over)
+    buffer.end_episodes()
+    assert [buffer.episode(i)["x"].tolist() for i in range(2)] == [[0, 1, 2, 3], [100, 101, 102, 103]]
+    assert [int(buffer.episode(i)["task"]) for i in range(4)] == [9, 9, 10, 10]
+    assert buffer.num_added == buffer.num_steps == 8
 
 
 @pytest.mark.parametrize(

@@ -413,6 +413,8 @@ class TestWholeEpisodes:
         ):
             buffer.batch(transform=Advantages())
         buffer.batch([0], transform=Advantages())
+        with pytest.raises(SchemaError, match="advantages: got rewards"):
+            buffer.batch(timestep_level=True, transform=Advantages())
         buffer.batch(view=Trajectory(final_observation=True), transform=Advantages())
 
     def test_td_lambda_is_the_mixture_of_all_n_step_returns(self):

@@ -535,7 +535,7 @@ def test_shards_with_numbers_and_without_keep_their_numbers_in_one_root(
     assert len(set(data.shards)) == 4 and data.shards[0] == 1
     copied = pickle.loads(pickle.dumps(folders_of(data)))
     assert copied.numbers.tolist() == folders_of(data).numbers.tolist()
-    assert [storage.layout.id for storage in copied.storages] == list(folders_of(data).ids)
+    assert [each.layout.id for each in copied.storages] == [each.layout.id for each in folders_of(data).storages]
 
 
 # Who reads the folder of a recorder

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside import around, mirror_of, mirrors_of, storage_of
+from inside import around, get_inside, mirror_of, mirrors_of, set_inside, storage_of
 
 from memmap_buffer import (
     ConcatBuffer,
@@ -292,6 +292,24 @@ def test_a_cache_is_emptied_beside_readers(place: Path, tmp_path: Path) -> None:
     assert (contents.num_bytes, contents.head_bytes, contents.shards, contents.bound) == (0, 0, {}, 24 * BLOCK)
     assert int.from_bytes((tmp_path / "usage").read_bytes(), "little") == 0
     equal(near.sample(8, seed=1, **OPTIONS), far.sample(8, seed=1, **OPTIONS))
+    assert check_cache(tmp_path) == {}
+
+
+def test_digests_that_are_loaded_are_not_fetched_again_for_a_copy_that_is_made_anew(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = ConcatBuffer.from_root(f"file://{place}/far", cache=tmp_path)
+    expected, asked, stream = far.sample(8, seed=1, **OPTIONS), list[str](), get_inside("stream_object")
+
+    def told(objects: Any, ranges: Any, *others: Any) -> Any:
+        asked.extend(path for path, *_ in ranges)
+        return stream(objects, ranges, *others)
+
+    clear_cache(tmp_path)
+    set_inside(monkeypatch, stream_object=told)
+    equal(expected, far.sample(8, seed=1, **OPTIONS))
+    assert asked
+    assert not [path for path in asked if path.endswith("blocks.npy")]
     assert check_cache(tmp_path) == {}
 
 

@@ -171,6 +171,8 @@ PLACES = {
     "flush": "writing.writer:Writer.flush",
     "take_over": "writing.writer:Writer._take_over",
     "commit_pending": "writing.writer:Writer.commit_pending",
+    "append_round": "writing.writer:Writer.append_round",
+    "tell_readers": "writing.commit:WriteHandles.changed",
     "publish_episode": "writing.writer:Writer.publish",
     "publish_stream": "writing.vector_env:EpisodeStream.publish",
     "give_back": "writing.commit:WriteHandles.give_back",

@@ -355,6 +355,16 @@ def test_an_episode_that_terminated_right_before_a_kill_is_drawn_to_its_end(tmp_
         assert sorted(buffer.batch(n_steps=1)["x"].tolist()) == [0, 1, 2, 10, 11][: 2 * num_envs + 1]
 
 
+def test_an_episode_shows_the_meta_fields_that_were_given_last_whichever_steps_had_them(tmp_path: Path) -> None:
+    given = [{"task": 1, "other": 0}, {"task": 2}, {"other": 0}, {"other": 0}]
+    meta_fields = {"task": "int", "other": "int"}
+    with ReplayBuffer(tmp_path, 9, 9, {"terminated": "bool"}, meta_fields, publish="step", spare_slots=2) as buffer:
+        for t, meta in enumerate(given):
+            values = {name: np.full(2, value) for name, value in meta.items()}
+            buffer.add(terminated=np.full(2, t == len(given) - 1), **values)
+        assert [(buffer.episode(i)["task"], buffer.episode(i)["other"]) for i in range(2)] == [(2, 0)] * 2
+
+
 @where_maps_are_stored_to
 def test_where_its_meta_fields_stay_as_they_are_an_episode_ends_with_its_last_step(tmp_path: Path) -> None:
     fields = {"x": Field("int", final=True), "terminated": "bool"}
