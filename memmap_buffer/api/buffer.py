@@ -423,12 +423,16 @@ class ReplayBuffer(Editing):
                     if any(self._errors.values()):  # TD errors of episodes that `sync_every` holds back
                         self._writer.flush()
                         self._settle_errors()
-                while self._priorities:
-                    self._priorities.popitem()[1].close()
+                self._close_priorities()
             finally:
                 self._writer.close()
         if self._publisher is not None:
             self._publisher.close()
+
+    def _close_priorities(self) -> None:
+        """Close all open priorities. In `close` itself a signal could end this loop without the end of the block."""
+        while self._priorities:
+            self._priorities.popitem()[1].close()
 
     def __enter__(self) -> Self:
         return self

@@ -169,8 +169,7 @@ class Recording(Readable):
             episode = self._writer_with_room().open(meta, keep_partial=keep_partial)
             try:
                 self._begun = (*map(ref, self._begun_ones()), ref(episode))
-                newest = {thread: newest for thread, newest in self._newest.items() if newest.state == "open"}
-                self._newest = {**newest, get_ident(): episode}
+                self._newest = {**self._newest_ones(), get_ident(): episode}
                 return episode
             except BaseException:
                 episode.abort()  # the caller never gets it
@@ -582,6 +581,10 @@ class Recording(Readable):
             else "no episode is open; store within `with buffer.one_episode():`, or after begin_episode()"
         )
         raise EpisodeStateError(f"{self._storage.path}: {problem}")
+
+    def _newest_ones(self) -> dict[int, Episode]:
+        """`_newest` without the episodes that are not open any more."""
+        return {thread: episode for thread, episode in self._newest.items() if episode.state == "open"}
 
     def _begun_ones(self) -> list[Episode]:
         """The episodes of `begin_episode` that are still open."""

@@ -121,20 +121,26 @@ class Marks:
         """
         try:
             with self.folder.locked(self.lock, WAIT_SECONDS):
-                everything = self._read()
-                marks = {serial: mark for serial, mark in everything.get(folder_id, {}).items() if serial >= oldest}
-                for serial in serials:
-                    marks[serial] = _checked(change(marks.get(serial, Mark())))
-                everything[folder_id] = {serial: mark for serial, mark in sorted(marks.items()) if mark != Mark()}
-                data = text_of(everything)
-                if len(data) > MAX_BYTES:
-                    got = f"{self.folder.path / self.name}: got {len(data):,} bytes of marks"
-                    raise SchemaError(f"{got}, expected at most {MAX_BYTES:,}; shorten notes")
-                self.folder.replace_file(self.name, data)
-                return everything[folder_id]
+                return self._write_changed(folder_id, serials, change, oldest)
         except BufferLockedError as error:
             path = self.folder.path / self.lock
             raise BufferLockedError(f"{path}: somebody has been changing marks for too long") from error
+
+    def _write_changed(
+        self, folder_id: str, serials: Iterable[int], change: Callable[[Mark], Mark], oldest: int
+    ) -> dict[int, Mark]:
+        """Change marks with the lock held: in the block that holds it a signal could end a loop without its end."""
+        everything = self._read()
+        marks = {serial: mark for serial, mark in everything.get(folder_id, {}).items() if serial >= oldest}
+        for serial in serials:
+            marks[serial] = _checked(change(marks.get(serial, Mark())))
+        everything[folder_id] = {serial: mark for serial, mark in sorted(marks.items()) if mark != Mark()}
+        data = text_of(everything)
+        if len(data) > MAX_BYTES:
+            got = f"{self.folder.path / self.name}: got {len(data):,} bytes of marks"
+            raise SchemaError(f"{got}, expected at most {MAX_BYTES:,}; shorten notes")
+        self.folder.replace_file(self.name, data)
+        return everything[folder_id]
 
     def _read(self) -> dict[str, dict[int, Mark]]:
         try:

@@ -255,7 +255,7 @@ class EpisodeGroup(Block):
                 self._missing.before = None
 
     def _account_and_keep(self) -> None:
-        """The same, and have copies of what is left: the arrays that were given may be used again after an error."""
+        """Account for given timesteps, and have copies of the rest: after an error their arrays may be used again."""
         self._account()
         if isinstance(self._missing, Steps):
             self._missing.keep()

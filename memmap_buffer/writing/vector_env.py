@@ -286,8 +286,8 @@ class EpisodeStream(EpisodeGroup):
         meta, same = {name: values[steps.done] for name, values in steps.meta.items()}, []
         for end in ends:
             i, episode = end.place, self.episodes[end.place]
-            given = {**self._meta, **meta} if self._meta_waits.item(i) else meta
-            last = {**episode.meta, **{name: values[i] for name, values in given.items()}}
+            later = {**self._meta, **meta} if self._meta_waits.item(i) else meta
+            last = {**episode.meta, **{name: values[i] for name, values in later.items()}}
             shown = self._writer.meta_of(episode)
             if all(shown[name].tobytes() == value.tobytes() for name, value in last.items()):
                 same.append(end)

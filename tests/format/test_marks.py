@@ -7,8 +7,10 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from inside import get_inside
 
 from memmap_buffer import BufferLockedError, CorruptBufferError, Mark, SchemaError
 from memmap_buffer.format import marks as module
@@ -125,6 +127,22 @@ def test_who_waits_too_long_for_the_lock_is_told(marks: Marks, monkeypatch: pyte
     finally:
         lock.release()
     assert marks.change("a", [1], lambda _: GOOD, 0) == {1: GOOD}
+
+
+def test_a_lock_whose_release_is_interrupted_is_free(marks: Marks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as long as the traceback is there, as in a notebook."""
+    release, left = get_inside("file_lock").release, [1]
+
+    def interrupted(lock: Any) -> None:
+        if left:
+            raise KeyboardInterrupt(left.pop())
+        release(lock)
+
+    monkeypatch.setattr(get_inside("file_lock"), "release", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="1") as caught:
+        marks.change("a", [1], lambda _: GOOD, 0)
+    assert caught.tb is not None
+    marks.folder.lock(LOCK).release()
 
 
 def test_a_copy_with_another_id_keeps_the_marks() -> None:

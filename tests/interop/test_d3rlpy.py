@@ -153,7 +153,7 @@ def test_several_fields_are_a_tuple_observation(tmp_path: Path) -> None:
     state = DiskDataset(folder, observation="observation.state")
     assert [x.observations.tolist() for x in state.episodes] == [e["observation"]["state"].tolist() for e in episodes]
     for name in ("observation", "reward", "terminated"):
-        with pytest.raises(SchemaError, match="DiskDataset: got 'observation', which was not declared"):
+        with pytest.raises(SchemaError, match="DiskDataset: got 'observation', which is a group"):
             DiskDataset(folder, **{"observation": "observation.state", name: "observation"})
 
 

@@ -330,7 +330,7 @@ def test_an_episode_that_terminates_with_its_first_timestep_is_known_to_at_once_
         buffer = ReplayBuffer(tmp_path / "buffer", 9, 5, fields, publish="step")
         group = buffer.begin_batch(num_envs)
         group.store(x=np.arange(num_envs), terminated=np.arange(num_envs) == 0)
-        tell(buffer.batch(n_steps=1)["x"].tolist())
+        tell(buffer.batch(n_steps=1, format="numpy")["x"].tolist())
         os._exit(9)
 
     assert in_child(record).told == [[0]]
