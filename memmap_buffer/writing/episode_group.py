@@ -178,7 +178,7 @@ class EpisodeGroup(Block):
             if np.count_nonzero(columns[name]):
                 return False
         following = self._following
-        self._missing, self._following = (joint.lengths.item(0), columns, meta, errors), {}
+        self._missing, self._following = (self.episodes[0], joint.lengths.item(0), columns, meta, errors), {}
         try:
             joint.append(columns)
         except MemmapBufferError:  # it was refused, and the episodes go on
@@ -239,14 +239,16 @@ class EpisodeGroup(Block):
             if episode.state == "open":
                 self._writer.follow(episode)
         self._account()
+        if isinstance(self._missing, Steps):
+            self._missing.before = None  # what is not stored by now never is: its episode may be over
 
     def _account(self) -> None:
         """Tell what is to be known of given timesteps as far as they are stored, if it was not told to its end."""
         if isinstance(self._missing, tuple):  # one that went the short way
-            length, *columns = self._missing
+            episode, length, *columns = self._missing
             steps = Steps.of(self.schema, *columns)
             steps.recorded, steps.over = self._everyone, np.zeros(self._size, np.bool_)
-            steps.before = self.episodes[0], length, 0
+            steps.before = episode, length, 0
             self._missing = steps
         if isinstance(self._missing, Steps):
             count = self._missing.count()

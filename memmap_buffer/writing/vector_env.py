@@ -314,8 +314,7 @@ class EpisodeStream(EpisodeGroup):
             self._cut.pop(i, None)
             self.over[i] = False
         if self._doubtful is not None:
-            others = [i for i in range(self._size) if i not in environments]
-            self._doubtful.ends = self._doubtful.ends & np.isin(self._everyone, others)
+            self._doubtful.ends = self._doubtful.ends & ~np.isin(self._everyone, [*environments])
         if environments:
             self.publish(among=environments)
 
