@@ -3,7 +3,7 @@
 The modules of `memmap_buffer.interop` import `memmap_buffer` and this module alone, and so can an adapter in another
 package; docs/adapters.md builds one step by step.
 
-    optional packages   extra
+    optional packages   extra, keep_scheduling
     paths and choices   AnyPath, path_of, is_url, IfExists, Verify, check_choice, check_count
     names and values    Names, Array, flatten, to_numpy, decode, equal_rows, matches
     torch               Device, EpisodeDataset, loader_of, to_device, to_tensors
@@ -31,6 +31,7 @@ from memmap_buffer.episode_columns import TAGS, EpisodeColumns, histogram_of, or
 from memmap_buffer.extras import extra
 from memmap_buffer.first_use import on_first_use
 from memmap_buffer.format.marks import Mark
+from memmap_buffer.format.syscalls import keep_scheduling
 from memmap_buffer.items.filters import matches
 from memmap_buffer.names import Names
 from memmap_buffer.paths import AnyPath, is_url, path_of
@@ -100,6 +101,7 @@ __all__ = [
     "import_episodes",
     "is_image",
     "is_url",
+    "keep_scheduling",
     "lines_of",
     "loader_of",
     "matches",

@@ -420,6 +420,34 @@ def yield_to_others() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+@contextmanager
+def keep_scheduling() -> Iterator[None]:
+    """Leave this thread, and the threads that the block begins, with the scheduling that this thread has now.
+
+    SVT-AV1 makes them threads of real time where the process is the superuser's, as in most containers: while such a
+    thread computes, no other gets that processor. Who opens it would stay one, and so would all processes that it
+    starts later.
+    """
+    if not hasattr(os, "sched_setscheduler"):
+        yield
+        return
+    scheduling, before = (os.sched_getscheduler(0), os.sched_getparam(0)), threads()
+    try:
+        yield
+    finally:
+        for thread in {0} | (threads() - before):
+            with suppress(OSError):  # it has ended, or a sandbox refuses it
+                os.sched_setscheduler(thread, *scheduling)
+
+
+def threads() -> set[int]:
+    """The threads of this process, as the system numbers them; none where it does not list them."""
+    try:
+        return {int(name) for name in os.listdir("/proc/self/task")}
+    except OSError:
+        return set()
+
+
 def machine_names() -> tuple[str, str]:
     """The name of this machine, and the kind of its processor."""
     names = os.uname()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from memmap_buffer import CorruptBufferError, SchemaError
-from memmap_buffer.adapters import AnyPath, Array, extra, frames_of, path_of, progress
+from memmap_buffer.adapters import AnyPath, Array, extra, frames_of, keep_scheduling, path_of, progress
 
 FAR = 2.0  # seconds ahead, from which on a jump costs less than decoding all frames up to there
 
@@ -115,7 +115,8 @@ class FilmWriter:
         self._stream: Any = stream
         self.size = 0
         try:
-            self._stream.codec_context.open()
+            with keep_scheduling():
+                self._stream.codec_context.open()
         except av.error.FFmpegError as error:
             self._film.close()
             raise SchemaError(

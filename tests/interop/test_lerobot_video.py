@@ -5,6 +5,7 @@ Where LeRobot and a decoder that it can use are installed, it reads what is expo
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -19,10 +20,10 @@ from inside import get_inside, set_inside
 from lerobot_peer import scene
 
 from memmap_buffer import CorruptBufferError, Jpeg, ReplayBuffer, SchemaError
-from memmap_buffer.adapters import flatten
+from memmap_buffer.adapters import flatten, keep_scheduling
 from memmap_buffer.interop.lerobot import export_lerobot, import_lerobot
 from memmap_buffer.interop.lerobot_dataset import DiskLeRobotDataset
-from memmap_buffer.interop.video import FilmReader
+from memmap_buffer.interop.video import FilmReader, FilmWriter
 
 FPS = 20
 LENGTHS = (9, 4, 7)
@@ -37,6 +38,8 @@ def film(path, frames, *, codec="libsvtav1", g=5):
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=FPS, options={"g": str(g), "crf": "30"})
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        with keep_scheduling():
+            stream.codec_context.open()
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
@@ -232,6 +235,16 @@ def test_images_go_out_as_videos_within_the_error_of_the_codec(tmp_path, recorde
         assert psnr(buffer.episode(2)["image"], recorded.episode(2)["image"]) > 30
     features = json.loads((tmp_path / "o/meta/info.json").read_text())["features"]
     assert features["image"] == {"dtype": "image", "shape": [48, 64, 3], "names": NAMES}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="this system has no such call")
+def test_the_encoder_takes_the_processors_from_nobody(tmp_path):
+    """SVT-AV1 of a superuser makes threads of real time, also of the one that opens it; its children would be such."""
+    film, before = FilmWriter(tmp_path / "a.mp4", (48, 64), FPS, "libsvtav1"), os.sched_getscheduler(0)
+    film.write(scene(30, 48, 64))
+    assert {os.sched_getscheduler(thread) for thread in map(int, os.listdir("/proc/self/task"))} == {before}
+    film.close()
+    assert os.sched_getscheduler(0) == before != os.SCHED_FIFO
 
 
 def test_what_cannot_be_a_video_is_refused(tmp_path, recorded):

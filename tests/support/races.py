@@ -303,7 +303,8 @@ def race(
     """One writer and some readers, each a process, for a time; what they counted, all together.
 
     They share two processors, where that can be said: so each is stopped in the middle of everything. However slow they
-    are, the ring turns twice while each reader reads through every view.
+    are, the ring turns twice while each reader reads through every view. Raises AssertionError where it does not within
+    two minutes more.
     """
     turn(folder, truth, after(RING), **how)  # the ring is full when the readers begin
     end, first = time.monotonic() + seconds, after(1)
@@ -315,7 +316,8 @@ def race(
         return bool(shared[1])
 
     def has_read() -> bool:
-        return bool(shared[2]) or (first() and time.monotonic() > end and bool(shared[0] > 2 * RING))
+        late = time.monotonic() - end  # seconds
+        return bool(shared[2]) or late > 120 or (first() and late > 0 and bool(shared[0] > 2 * RING))
 
     def write() -> int:
         try:
@@ -331,6 +333,7 @@ def race(
     finally:
         shared[1] = 1
     counts["episodes"] = writer.result()
+    assert shared[0] > 2 * RING, f"the writer had no more than {shared[0]} turns"
     return counts
 
 
