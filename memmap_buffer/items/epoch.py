@@ -339,6 +339,8 @@ def require_same(ranks: Sequence[tuple[str, dict[int, FolderState]]], folders: F
         ranks: (host, the states of its folders) of each rank.
         folders: the folders of this process.
     """
+    numbers = np.array([number for _, states in ranks for number in states], np.int64)
+    folders.reach(numbers)  # the list at a URL is read again only after a while; another rank may have read it just now
     now = folder_states(folders)
     for rank, (host, states) in enumerate(ranks):
         for number, state in states.items():

@@ -18,7 +18,7 @@ from inside import get_inside, set_inside
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from memmap_buffer import ConcatBuffer, MemmapBufferError, Prioritized, ReplayBuffer, SchemaError
+from memmap_buffer import ConcatBuffer, MemmapBufferError, Prioritized, ReplayBuffer, SchemaError, publish
 
 WORLD = 2
 STEPS = {"timestep_level": True, "return_indices": True}
@@ -220,8 +220,28 @@ def sharded(rank, folder, _):
     return head, loader.state_dict(), items(batches)
 
 
+def published(early):
+    """A root at a URL, to which rank 0 publishes one more shard when one rank has read the list, and the other not."""
+
+    def act(rank, folder, _):
+        near, url = folder.parent / f"near {early}", f"file://{folder.parent}/far {early}"
+        if rank == 0:
+            publish(near / "shard-00000", url)
+        dist.barrier()
+        root = ConcatBuffer.from_root(url, cache=f"{near} {rank}") if rank == early else None
+        dist.barrier()
+        if rank == 0:
+            publish(near / "shard-00001", url)
+        dist.barrier()
+        root = root or ConcatBuffer.from_root(url, cache=f"{near} {rank}")
+        return refused(root.dataloader(4, seed=1, **STEPS))
+
+    return act
+
+
+PUBLISHED = {f"published {early}": published(early) for early in range(WORLD)}
 ALL = (epochs, later, stop, resume, alone, given, workers, uneven, taken_apart, unequal, sharded, own_part, prioritized)
-ACTS = {act.__name__: act for act in (*ALL, broken, unreadable)} | OWN
+ACTS = {act.__name__: act for act in (*ALL, broken, unreadable)} | OWN | PUBLISHED
 
 
 def rank_main(rank, folder, results):
@@ -261,6 +281,8 @@ def prepare(folder):
     for number in range(3):
         with ReplayBuffer(folder / "lacking 0" / f"shard-{number:05}", 9, 12, {"t": "int"}) as buffer:
             record(buffer, *LENGTHS)
+    for name in PUBLISHED:
+        shutil.copytree(folder / "lacking 0", folder / name.replace("published", "near"))
     shutil.copytree(folder / "lacking 0", folder / "lacking 1")
     shutil.rmtree(folder / "lacking 1" / "shard-00001")
 
@@ -319,6 +341,14 @@ def test_ranks_of_different_seeds_share_every_epoch(both):
         assert {item for batch in mine + theirs for item in batch} == everything(0, 1, 2, 3, 4)
         assert sum(len(batch) for batch in mine + theirs) == 34
     assert first[0] != first[1]
+
+
+@pytest.mark.parametrize("early", range(WORLD))
+def test_a_shard_that_is_published_while_ranks_begin_is_no_other_data(both, early):
+    """They read the list again once in 10 seconds, each at another moment. The epoch is that of rank 0."""
+    first, second = both[f"published {early}"]
+    folders = range(1 if early == 0 else 2)
+    assert {*first, *second} == {(number, *item) for number in folders for item in everything(0, 1, 2, 3, 4)}
 
 
 def test_a_rank_that_begins_later_gives_the_episodes_that_rank_0_saw(both):
