@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import shutil
+import subprocess
 import sys
 import warnings
 
@@ -33,9 +34,16 @@ sys.meta_path.append(LeftOut)  # the last that is asked
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """A test whose child process came upon torch, where there is none, is skipped, too."""
+    """A child process that failed is heard; the test of one that came upon torch, where there is none, is skipped."""
     report = yield
-    text = "" if TORCH or not report.failed else report.longreprtext + report.capstderr
+    error = call.excinfo and call.excinfo.value
+    if isinstance(error, subprocess.CalledProcessError | subprocess.TimeoutExpired):
+        for name in ("stdout", "stderr"):
+            text = getattr(error, name) or ""
+            text = text.decode(errors="replace") if isinstance(text, bytes) else text
+            report.sections.append((f"{name} of the child process", text))
+    told = [report.longreprtext, *(text for _, text in report.sections)]
+    text = "" if TORCH or not report.failed else "\n".join(told)
     if "No module named 'torch'" in text or "torch is not installed" in text:
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, "torch is not installed, for a child process")
     return report
