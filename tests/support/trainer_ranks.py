@@ -151,3 +151,5 @@ if __name__ == "__main__":
     with ReplayBuffer.from_folder(path, read_only=True) as buffer:
         given = how[sys.argv[3]](buffer, number)
     (out / f"{number}.json").write_text(json.dumps(given))
+    torch.distributed.barrier()  # a rank that leaves first closes what another may still be waiting for
+    torch.distributed.destroy_process_group()
