@@ -433,7 +433,14 @@ class Folder:
                 raise self._in_the_way(name)
 
     def create(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Make the folder, and those above it. Raises NotABufferError: a file stands in the place of one of them."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            there = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
+            if not there.is_file():  # a link that leads nowhere, or a folder by now
+                raise
+            raise NotABufferError(f"{there}{Folder(there)._why_no_folder()}", path=there) from None
 
     def require(self) -> None:
         if not self.exists("schema.json"):

@@ -212,6 +212,11 @@ class TestFolders:
         assert text_of(NotABufferError, ReplayBuffer.from_folder, other) == (
             f"{other} is a file, and a buffer is a folder; check the path"
         )
+        for place in (other, other / "run7"):
+            for make in (lambda place: ReplayBuffer(place, 1, 1, FIELDS), buffer.snapshot):
+                assert text_of(NotABufferError, make, place) == (
+                    f"{other} is a file, and a buffer is a folder; check the path"
+                )
         got = text_of(NotABufferError, ReplayBuffer.from_folder, tmp_path / "none")
         assert "there is no such folder; check the path" in got
 
