@@ -203,8 +203,8 @@ class Advantages:
         returns: the key for the TD(λ) returns.
 
     Raises:
-        SchemaError: when it is called: the batch lacks one of the keys, or has windows that end before their episode
-            without the V that follows them.
+        SchemaError: a key is no string; or, when it is called: the batch lacks one of the keys, or has windows that end
+            before their episode without the V that follows them.
     """
 
     value: str = "value"
@@ -214,6 +214,12 @@ class Advantages:
     lambda_: float = 0.95
     name: str = "advantage"
     returns: str = "lambda_return"
+
+    def __post_init__(self) -> None:
+        for name in ("value", "reward", "terminated", "name", "returns"):
+            key = getattr(self, name)
+            if not isinstance(key, str) and (name, key) != ("terminated", None):
+                raise SchemaError(f"Advantages: {name}: got {key!r}, expected a key; give γ and λ as gamma=, lambda_=")
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         rewards, values = (_padded(batch, key) for key in (self.reward, self.value))

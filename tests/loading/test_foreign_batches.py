@@ -394,6 +394,13 @@ class TestWholeEpisodes:
             assert wide[key].shape == (1, 5, 1)
             assert torch.equal(wide[key][..., 0], plain[key])
 
+    def test_numbers_without_names_are_no_keys(self):
+        with pytest.raises(SchemaError, match=r"value: got 0\.99, expected a key; give γ and λ as gamma=, lambda_="):
+            Advantages(0.99, 0.95)
+        with pytest.raises(SchemaError, match="reward: got None, expected a key"):
+            Advantages(reward=None)
+        Advantages(terminated=None)
+
     def test_windows_that_end_before_their_episode_have_no_advantages(self, tmp_path):
         buffer = ReplayBuffer(tmp_path, 2, 5, {"reward": "float", "terminated": "bool", "value": "float"})
         buffer.store_episode(reward=np.arange(5.0), terminated=np.arange(5) == 4, value=np.ones(5))
