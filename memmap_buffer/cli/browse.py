@@ -37,8 +37,9 @@ def browse(
     cache: CacheFolder = None,
 ) -> None:
     """Look at all episodes in a browser, one by one, and mark the good and the bad; ends with Ctrl+C."""
-    opened = ConcatBuffer.from_root if folders_at(place) else ReplayBuffer.from_folder
-    buffer = opened(place, storage_options=parsed(options), cache=cache)
+    access = parsed(options)
+    opened = ConcatBuffer.from_root if folders_at(place, access) else ReplayBuffer.from_folder
+    buffer = opened(place, storage_options=access, cache=cache)
     with buffer.browse(
         reward=reward,
         title=name_of(place),

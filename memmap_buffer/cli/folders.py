@@ -5,9 +5,10 @@ A new file or folder appears when it is whole: it is made under a temporary name
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from memmap_buffer import ReplayBuffer, shards_at
 from memmap_buffer.adapters import Verify, is_url, put_when_whole
@@ -27,12 +28,12 @@ def opened(place: Path | str, *, verify: Verify = "auto") -> ReplayBuffer:
     return ReplayBuffer.from_folder(place, read_only=True, verify=verify)
 
 
-def folders_at(place: str) -> list[str]:
+def folders_at(place: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:
     """The paths, or URLs, of the folders in a root; [] if `place` is a single folder."""
     if not is_url(place):
         return list(map(str, shards_of(Path(place))))
     root, mark, query = place.partition("?")
-    return [f"{root.rstrip('/')}/{name}{mark}{query}" for name in _published_at(place)]
+    return [f"{root.rstrip('/')}/{name}{mark}{query}" for name in _published_at(place, storage_options)]
 
 
 def name_of(place: str) -> str:
@@ -40,8 +41,8 @@ def name_of(place: str) -> str:
     return place.partition("?")[0].rstrip("/").rpartition("/")[2] if is_url(place) else Path(place).resolve().name
 
 
-def _published_at(url: str) -> list[str]:
-    return [name for name in shards_at(url) if name]
+def _published_at(url: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+    return [name for name in shards_at(url, storage_options=storage_options) if name]
 
 
 def disk_use(folder: Path) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from memmap_buffer import Field, Mark, ReplayBuffer, SchemaError, Zstd
+from memmap_buffer import Field, Mark, ReplayBuffer, SchemaError, Zstd, publish
 
 pytest.importorskip("starlette", reason="starlette is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
@@ -322,6 +322,27 @@ def test_the_command_prints_one_address_and_ends_with_a_signal(buffer: ReplayBuf
         out, err = process.communicate(timeout=60)
     assert (out, "Traceback" in err) == ("", False)
     assert process.returncode in (0, 130, -number)
+
+
+def test_the_command_finds_the_shards_of_a_root_whose_store_asks_for_options(
+    bucket: tuple[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    url, options = bucket
+    for name in ("shard-00000", "shard-00001"):
+        with ReplayBuffer(tmp_path / name, 1, 5, {"reward": "float"}) as shard:
+            shard.store_episode(reward=np.ones(5))
+        publish(shard.folder, url, storage_options=options)
+    command = [sys.executable, "-m", "memmap_buffer", "browse", url, "--storage-options", json.dumps(options)]
+    command += ["--no-open", "--read-only", "--cache", str(tmp_path / "cache")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            client = Client(process.stdout.readline().strip())
+            while client.json("version")["progress"] < 1:
+                pass
+            assert len(client.json("episodes")["data"]) == 2
+        finally:
+            process.terminate()
 
 
 def test_episodes_that_a_recorder_adds_appear(client: Client, buffer: ReplayBuffer) -> None:
