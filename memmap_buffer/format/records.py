@@ -35,9 +35,9 @@ STATE = np.dtype(
     ]
 )
 WORDS = RECORD.itemsize // 8
-# Positions of 8-byte words. EXTENT holds the length in its low half, the flags and `columns` in its high half; SHOWN
-# holds `start` in its low half, `stop` in its high half.
-GENERATION, SERIAL, EXTENT, FIRST_ROW, SHOWN, CHECK = 0, 1, 2, 3, 6, 7
+# Positions of 8-byte words. The low and the high half of EXTENT hold the length, and the flags and `columns`; those of
+# DIGEST the term and the digest; those of SHOWN `start` and `stop`.
+GENERATION, SERIAL, EXTENT, FIRST_ROW, DIGEST, SHOWN, CHECK = 0, 1, 2, 3, 5, 6, 7
 FLAGS, TIME, START, STOP = 5, 8, 12, 13  # positions of 4-byte halves; that of FLAGS has `columns` in its upper 16 bits
 STATE_WORD = {name: STATE.fields[name][1] // 8 for name in STATE.names or () if STATE.fields}
 # Names for words that the file's header calls unused: so older folders, which never wrote them, have the same header.

@@ -102,11 +102,15 @@ class Shards:
             self._look_again()
         return self.storages
 
+    def forget(self) -> None:
+        """Have the next look be at all that is there."""
+        self._marks = None
+
     def reach(self, numbers: Iterable[int]) -> dict[int, Storage]:
         """The storages with something in the place of each of these numbers, if it is one that a shard may have."""
         numbers = [number for number in numbers if 0 <= number < MAX_SHARDS]
         if any(number not in self.storages for number in numbers):
-            self._marks = None
+            self.forget()
             self.look()
         missing = {number: self._vacant(number) for number in numbers if number not in self.storages}
         if missing:

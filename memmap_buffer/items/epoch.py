@@ -19,9 +19,10 @@ import numpy as np
 
 from memmap_buffer.errors import SchemaError, StaleEpisodeError
 from memmap_buffer.format.episode_table import EpisodeTable, IntArray
-from memmap_buffer.format.records import OPEN
+from memmap_buffer.format.records import DIGEST, EXTENT, OPEN, SERIAL, SHOWN
 from memmap_buffer.format.shards import MAX_SHARDS
 from memmap_buffer.format.source import Traffic
+from memmap_buffer.format.storage import Storage
 from memmap_buffer.items.index import FolderTable, Index
 from memmap_buffer.items.rank_partition import RankPartition
 from memmap_buffer.items.selection import Selection
@@ -308,7 +309,8 @@ class FolderState(NamedTuple):
         path: the path of the folder.
         id: the id of its buffer.
         term: a counter: each writer raises it when it takes the lock.
-        nonce: a random number that the writer drew then.
+        nonce: a random number that the writer drew then. A copy that had no writer yet has none, and the other numbers
+            are those of any such copy: there it is a checksum of the episodes.
         changes: the change counter. One writer only raises it.
     """
 
@@ -327,9 +329,16 @@ class FolderState(NamedTuple):
 def folder_states(folders: Folders) -> dict[int, FolderState]:
     """Number -> the state as of now, for each folder that is there."""
     folders.refresh()
-    present = [(number, s) for number, s, _ in folders.by_number(folders.tables) if not s.withdrawn]
-    words = ("term", "nonce", "changes")
-    return {number: FolderState(str(s.path), s.layout.id, *map(s.state, words)) for number, s in present}
+    shown = folders.by_number(folders.tables)
+    return {number: _state_now(storage, table) for number, storage, table in shown if not storage.withdrawn}
+
+
+def _state_now(storage: Storage, table: EpisodeTable) -> FolderState:
+    term, nonce, changes = map(storage.state, ("term", "nonce", "changes"))
+    if not nonce:
+        columns = storage.maps.words[table.visible][:, [SERIAL, EXTENT, DIGEST, SHOWN]]
+        nonce = zlib.crc32(columns.tobytes())
+    return FolderState(str(storage.path), storage.layout.id, term, nonce, changes)
 
 
 def require_same(ranks: Sequence[tuple[str, dict[int, FolderState]]], folders: Folders) -> None:
@@ -338,6 +347,8 @@ def require_same(ranks: Sequence[tuple[str, dict[int, FolderState]]], folders: F
     Args:
         ranks: (host, the states of its folders) of each rank.
         folders: the folders of this process.
+
+    Raises: StaleEpisodeError: a shard of another rank was joined with others before this one opened the root.
     """
     numbers = np.array([number for _, states in ranks for number in states], np.int64)
     folders.reach(numbers)  # the list at a URL is read again only after a while; another rank may have read it just now
@@ -350,7 +361,7 @@ def require_same(ranks: Sequence[tuple[str, dict[int, FolderState]]], folders: F
             elif own.id != state.id:
                 why = f"and {own.path} is another buffer: their ids are {state.id} and {own.id}"
             elif not own.follows(state):
-                why = f"and {own.path} is an older copy of that, or each was written to since it was copied"
+                why = f"and {own.path} is an older copy of that, or each was written to or recoded since it was copied"
             else:
                 continue
             raise SchemaError(

@@ -87,21 +87,31 @@ class Marked:
 
 
 class Watch:
-    """It tells whether the marks of folders changed, by a look at their files at most every `LOOK_SECONDS`."""
+    """It tells whether the marks of folders changed, by a look at their files at most every `LOOK_SECONDS`; and at once
+    where the folders are others.
+    """
 
     def __init__(self, marked: Marked) -> None:
         self._marked, self._looked = marked, -1.0
+        self._storages: Sequence[Storage] = ()
         self._stamp: tuple[Any, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Watch, (self._marked,)  # without the folders
 
     def stamp(self, storages: Sequence[Storage]) -> tuple[Any, ...]:
         """A value that differs after a change of the marks."""
         now = time.monotonic()
-        if now - self._looked > LOOK_SECONDS:
-            self._looked = now
+        if storages is not self._storages or now - self._looked > LOOK_SECONDS:
+            self._storages, self._looked = storages, now
             file = self._marked.file
-            all_marks = [Marks(storage.folder) for storage in storages if storage.mirror is None]
-            self._stamp = tuple(marks.stamp for marks in (all_marks if file is None else [Marks.in_file(file)]))
+            self._stamp = tuple(map(_stamp_of, storages)) if file is None else (Marks.in_file(file).stamp,)
         return self._stamp
+
+
+def _stamp_of(storage: Storage) -> Any:
+    """A value that differs after a change of a folder's marks; of one at a URL, with each version that is published."""
+    return Marks(storage.folder).stamp if storage.mirror is None else storage.path
 
 
 def marks_of(storage: Storage, file: Path | None) -> dict[int, Mark]:

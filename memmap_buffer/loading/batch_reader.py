@@ -299,11 +299,9 @@ class BatchReader:
     def _again(self, anchors: Anchors) -> Anchors:
         """The anchors (B,) to try next: the same where the episode is there, else others that are drawn now."""
         self.folders.refresh()
-        now = self.folders.find(anchors, trusted=False).anchors
-        is_gone = (now.length == 0) | (now.t >= now.length)  # `t` is beyond the end: a shard was made anew
-        item, following = find_following(self.folders, anchors)
-        is_gone[item[following.anchors.length == 0]] = True
-        gone = np.flatnonzero(is_gone)
+        gone = self._gone(anchors)
+        if gone.size and self.folders.catch_up(anchors.where(gone)):
+            gone = self._gone(anchors)
         if not gone.size:
             return anchors
         if self.on_stale == "raise":
@@ -312,6 +310,14 @@ class BatchReader:
         self.require(index)
         rng = np.random.default_rng()
         return anchors.replaced(gone, self.crop(index.draw_like(anchors.where(gone), rng), lambda: rng))
+
+    def _gone(self, anchors: Anchors) -> IntArray:
+        """The positions of the anchors (B,) that are not there now, or run on into an episode that is not."""
+        now = self.folders.find(anchors, trusted=False).anchors
+        is_gone = (now.length == 0) | (now.t >= now.length)  # `t` is beyond the end: a shard was made anew
+        item, following = find_following(self.folders, anchors)
+        is_gone[item[following.anchors.length == 0]] = True
+        return np.flatnonzero(is_gone)
 
     def _index_now(self) -> Index:
         """The anchors of now. `index` is left as it is: positions of a dataset count in it until its `refresh`."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CHUNK = 1 << 14  # items that are drawn together: the overhead of numpy's calls is negligible then
+RETRIES = 3  # of ranks that do not agree on an epoch: shards may be published more often than they look
 WINDOW_BYTES = 256 << 20  # the default size of a window of `shuffle="block"`: the items that it shuffles together
 SMALLER = (
     "%s: cache_bytes=%d has room for windows of %d items: shuffle='block' mixes so many, from %d places, and not %d "
@@ -220,10 +221,13 @@ class EpochSampler(Generic[AnyEpoch]):
         ranks.require_seed(self.seed)
         if not ranks.connected:
             return self._loaded or self._new()
-        try:
-            return self._agreed(ranks)
-        except Exception:  # raised on all ranks, so all retry once: a shard or episodes may have changed just then
-            return self._agreed(ranks)
+        for _ in range(RETRIES):
+            try:
+                return self._agreed(ranks)
+            except Exception:  # raised on all ranks, so all retry: a shard or episodes may have changed just then
+                for folders in self._sources.values():
+                    folders.look_anew()
+        return self._agreed(ranks)
 
     def _require_same(self, ranks: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         """Raise SchemaError where a rank reads other data. Args: ranks: (host, the states of its folders) of each."""

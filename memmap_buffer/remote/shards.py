@@ -136,6 +136,10 @@ class RemoteShards:
         self.storages = self.storages | dict(sorted(storages.items()))  # each stays in the place that it has
         self._versions |= {name: shard.version for name, shard in new.items()}
 
+    def forget(self) -> None:
+        """Have the next look read the list, however long ago it was read."""
+        self._read_at = -LOOK_SECONDS
+
     def reach(self, numbers: Iterable[int]) -> dict[int, Storage]:
         """The storages as `look` returns them, read anew if one of `numbers` is missing; it may still be missing.
 
@@ -144,7 +148,7 @@ class RemoteShards:
         numbers = {number for number in numbers if number not in self.storages}
         if not numbers:
             return self.storages
-        self._read_at = -LOOK_SECONDS
+        self.forget()
         storages = self.look()
         for name, number in self._known_numbers.items():
             if number in numbers and number not in storages and name in self._root.joined:

@@ -8,7 +8,7 @@ the same folders, whatever other threads do.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter, is_, itemgetter
@@ -227,6 +227,7 @@ class Folders:
         self._places: tuple[tuple[Storage, ...], IntArray] = (), self.numbers  # see `_places`
         self._tables = Tables(None, (), ())
         self._reached: Reach | None = None
+        self._sought: dict[tuple[int, int], Any] = {}  # (number, serial) -> path, see `catch_up`
         self.groups = FieldGroups(self.schema.fields)
         self._take_in(by_number)
 
@@ -344,6 +345,34 @@ class Folders:
                 self._lock.release()
         self._looked = False
 
+    def look_anew(self) -> None:
+        """Have the next refresh look at the shards of the root, whenever that was last done."""
+        if self.shards is not None:
+            self.shards.forget()
+
+    def catch_up(self, anchors: Anchors) -> bool:
+        """Look anew for items (B,) that are not there, where another process may have drawn them by a newer list.
+
+        An item may be of a newer version of its shard if its episode comes after all that the shard has, or is there
+        but ends before it. Where a look gives no other version, it is not looked for again until there is one.
+
+        Returns: whether there was a look.
+        """
+        if self.shards is None or anchors.folder is None:
+            return False
+        versions: dict[tuple[int, int], Storage] = {}
+        for number, storage, chosen, place, shown in self._sorted_in(anchors, np.arange(anchors.size)):
+            serial = anchors.serial[chosen]
+            may_grow = (place == len(shown)) | (np.append(shown, -1)[place] == serial)
+            versions |= {(number, each): storage for each in serial[may_grow].tolist()}
+        versions = {key: storage for key, storage in versions.items() if self._sought.get(key) != storage.path}
+        if versions:
+            self.look_anew()
+            self.refresh()
+            in_vain = {key: each.path for key, each in versions.items() if self.numbered(key[0]) is each}
+            self._sought = self._sought | in_vain
+        return bool(versions)
+
     # Numbers
 
     def reach(self, numbers: IntArray) -> None:
@@ -390,9 +419,34 @@ class Folders:
         records, same = self._looked_up(anchors, trusted)
         if not same.all():
             self.refresh()
-            records, same = self._looked_up(anchors, trusted)
+            records, same = self._looked_up(self._relocated(anchors, ~same), trusted)
             records.anchors.words[~same] = 0  # type: ignore[index]
         return records
+
+    def _relocated(self, anchors: Anchors, lost: BoolArray) -> Anchors:
+        """The anchors, the `lost` ones (B,) in the slots that their episodes have by now: a shard may be made anew."""
+        if self.shards is None or anchors.folder is None:
+            return anchors
+        slots = anchors.slot.copy()
+        for _, storage, chosen, place, shown in self._sorted_in(anchors, np.flatnonzero(lost)):
+            there = place < len(shown)
+            slots[chosen[there]] = storage.table.visible[place[there]]  # another episode's, where that is gone
+        return Anchors(anchors.folder, slots, *anchors[2:])
+
+    def _sorted_in(
+        self, anchors: Anchors, positions: IntArray
+    ) -> Iterator[tuple[int, Storage, IntArray, IntArray, IntArray]]:
+        """For each shard, unless it was removed, that some of the anchors at `positions` (N,) are of.
+
+        Returns: its number, the shard, the positions, the places of their serials among those that it shows, and these.
+        """
+        folder = anchors.folder[positions]  # type: ignore[index]
+        for number in np.unique(folder).tolist():
+            storage = self.numbered(number)
+            if storage is not None and not storage.withdrawn:
+                chosen, table = positions[folder == number], storage.table
+                shown = table.of(table.serial, table.visible)
+                yield number, storage, chosen, shown.searchsorted(anchors.serial[chosen]), shown
 
     def at(self, anchors: Anchors, changes: int) -> Found:
         """The anchors of a single folder with their records, unchecked: it showed all of them at `changes`.

@@ -18,7 +18,7 @@ from inside import get_inside, set_inside
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from memmap_buffer import ConcatBuffer, MemmapBufferError, Prioritized, ReplayBuffer, SchemaError, publish
+from memmap_buffer import ConcatBuffer, MemmapBufferError, Prioritized, ReplayBuffer, SchemaError, pack, publish, unpack
 
 WORLD = 2
 STEPS = {"timestep_level": True, "return_indices": True}
@@ -142,8 +142,10 @@ def of_its_own(name, of=lambda rank: rank):
     return act
 
 
-OWN = {name: of_its_own(name) for name in ("own", "behind", "diverged", "copies", "lacking")}
-OWN |= {f"{name} turned": of_its_own(name, lambda rank: 1 - rank) for name in ("behind", "lacking")}
+OWN = {
+    name: of_its_own(name) for name in ("own", "behind", "diverged", "copies", "lacking", "packed", "packs", "unpacked")
+}
+OWN |= {f"{name} turned": of_its_own(name, lambda rank: 1 - rank) for name in ("behind", "lacking", "packed")}
 
 
 def own_part(rank, folder, _):
@@ -220,26 +222,37 @@ def sharded(rank, folder, _):
     return head, loader.state_dict(), items(batches)
 
 
-def published(early):
-    """A root at a URL, to which rank 0 publishes one more shard when one rank has read the list, and the other not."""
+def published(early, change):
+    """A root at a URL, to which rank 0 publishes when one rank has read the list and the other has not.
+
+    Args:
+        early: the rank that has.
+        change: what is published: another shard; the first one again with an episode more, or with one marked as bad.
+    """
 
     def act(rank, folder, _):
-        near, url = folder.parent / f"near {early}", f"file://{folder.parent}/far {early}"
+        near, url = folder.parent / f"near {early} {change}", f"file://{folder.parent}/far {early} {change}"
         if rank == 0:
             publish(near / "shard-00000", url)
         dist.barrier()
         root = ConcatBuffer.from_root(url, cache=f"{near} {rank}") if rank == early else None
         dist.barrier()
         if rank == 0:
-            publish(near / "shard-00001", url)
+            with ReplayBuffer.from_folder(near / "shard-00000") as buffer:
+                if change == "episode":
+                    record(buffer, 8)
+                if change == "mark":
+                    buffer.mark([0], add=["bad"])
+            publish(near / ("shard-00001" if change == "shard" else "shard-00000"), url)
         dist.barrier()
         root = root or ConcatBuffer.from_root(url, cache=f"{near} {rank}")
-        return refused(root.dataloader(4, seed=1, **STEPS))
+        return refused(root.dataloader(4, seed=1, mark="!bad" if change == "mark" else None, **STEPS))
 
     return act
 
 
-PUBLISHED = {f"published {early}": published(early) for early in range(WORLD)}
+CHANGES = ("shard", "episode", "mark")
+PUBLISHED = {f"published {early} {change}": published(early, change) for early in range(WORLD) for change in CHANGES}
 ALL = (epochs, later, stop, resume, alone, given, workers, uneven, taken_apart, unequal, sharded, own_part, prioritized)
 ACTS = {act.__name__: act for act in (*ALL, broken, unreadable)} | OWN | PUBLISHED
 
@@ -267,7 +280,7 @@ class Both(UserDict):
 
 
 def prepare(folder):
-    """What `own`, `behind`, `diverged`, `copies` and `lacking` read: a folder or root for each rank."""
+    """What the acts of `OWN` read: a folder or root for each rank."""
     for name in ("behind", "diverged", "copies"):
         for rank in range(WORLD):
             shutil.copytree(folder / "full", folder / f"{name} {rank}")
@@ -278,6 +291,11 @@ def prepare(folder):
             buffer.update(0, t=rank)
     with ReplayBuffer.from_folder(folder / "behind 1") as buffer:
         buffer.delete([3, 1])
+    for rank in range(WORLD):
+        pack(folder / f"behind {rank}", folder / f"packed {rank}")
+        pack(folder / "full", folder / f"packs {rank}")
+    unpack(folder / "packs 0", folder / "unpacked 0")
+    shutil.copytree(folder / "packs 0", folder / "unpacked 1")
     for number in range(3):
         with ReplayBuffer(folder / "lacking 0" / f"shard-{number:05}", 9, 12, {"t": "int"}) as buffer:
             record(buffer, *LENGTHS)
@@ -346,9 +364,19 @@ def test_ranks_of_different_seeds_share_every_epoch(both):
 @pytest.mark.parametrize("early", range(WORLD))
 def test_a_shard_that_is_published_while_ranks_begin_is_no_other_data(both, early):
     """They read the list again once in 10 seconds, each at another moment. The epoch is that of rank 0."""
-    first, second = both[f"published {early}"]
+    first, second = both[f"published {early} shard"]
     folders = range(1 if early == 0 else 2)
     assert {*first, *second} == {(number, *item) for number in folders for item in everything(0, 1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("early", range(WORLD))
+@pytest.mark.parametrize("change", ["episode", "mark"])
+def test_a_shard_that_is_published_again_while_ranks_begin_is_read_as_it_is_then(both, early, change):
+    """Where the versions of the ranks differ, all read the list anew."""
+    first, second = both[f"published {early} {change}"]
+    serials = range(change == "mark", 5)
+    expected = {*everything(*serials), *((5, t) for t in range(8) if change == "episode")}
+    assert {*first, *second} == {(0, *item) for item in expected}
 
 
 def test_a_rank_that_begins_later_gives_the_episodes_that_rank_0_saw(both):
@@ -475,7 +503,9 @@ REASONS = {
     "own": "is another buffer: their ids are",
     "behind": "is an older copy of that",
     "behind turned": "is an older copy of that",
-    "diverged": "or each was written to since it was copied",
+    "diverged": "or each was written to or recoded since it was copied",
+    "packed": "or each was written to or recoded since it was copied",
+    "packed turned": "or each was written to or recoded since it was copied",
     "lacking": "of which nothing stands in",
     "lacking turned": "of which nothing stands in",
 }
@@ -491,8 +521,9 @@ def test_ranks_that_read_different_data_all_raise_and_are_told_where_and_what_to
         assert "a rank with data of its own gives rank=0, world_size=1" in text
 
 
-def test_ranks_may_read_equal_copies(both):
-    first, second = both["copies"]
+@pytest.mark.parametrize("name", ["copies", "packs", "unpacked"])
+def test_ranks_may_read_equal_copies(both, name):
+    first, second = both[name]
     assert {*first, *second} == everything(0, 1, 2, 3, 4)
 
 

@@ -10,13 +10,25 @@ import time
 import numpy as np
 import pytest
 import torch
-from inside import folders_of, give_back, look_at_the_boot, mirror_of, mirrors_of, storage_of
+from inside import folders_of, get_inside, give_back, look_at_the_boot, mirror_of, mirrors_of, storage_of
 
-from memmap_buffer import ConcatBuffer, Field, NotABufferError, ReplayBuffer, SchemaError, pack, publish, repair, verify
+from memmap_buffer import (
+    ConcatBuffer,
+    Field,
+    NotABufferError,
+    RemoteError,
+    ReplayBuffer,
+    SchemaError,
+    pack,
+    publish,
+    repair,
+    verify,
+)
 from memmap_buffer.format.source import BLOCK
 from memmap_buffer.remote import shards
 from memmap_buffer.remote.blocks import COUNTER, LOCAL
 from memmap_buffer.remote.mirror import Taken, bring
+from memmap_buffer.remote.published import read_root
 
 WIDE = 3000  # numbers, so that three shards have more blocks than the bounds below
 FIELDS = {
@@ -354,6 +366,103 @@ def test_what_was_published_anew_is_seen_and_what_is_open_is_read_on(tmp_path, m
     assert far.num_episodes == 4
     assert far.sample(8, timestep_level=True).keys() == before.keys()
     assert old.batch(timestep_level=True)["reward"].shape[0] == old.num_steps
+
+
+def test_a_loader_that_lives_on_goes_by_the_marks_of_what_was_published_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
+    url = f"file://{tmp_path}/far"
+    with ReplayBuffer(tmp_path / "shard-00000", 3, 2, {"reward": "float"}) as buffer:
+        for number in range(3):
+            buffer.store_episode(reward=[number, number])
+        publish(buffer.folder, url)
+        far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
+        loader = far.dataloader(9, timestep_level=True, mark="!bad")
+        for marked in range(3):
+            (batch,) = loader
+            assert set(batch["reward"].tolist()) == {*range(marked, 3)}
+            assert b"MirrorStorage" not in pickle.dumps(loader.dataset), "a worker opens the folders itself"
+            buffer.mark([marked], add=["bad"])
+            publish(buffer.folder, url)
+
+
+def test_a_worker_that_lives_on_finds_what_came_when_a_shard_was_published_again(tmp_path, monkeypatch):
+    """It looks at the list now and then, at other moments than the process that draws the items."""
+    url, numbers = f"file://{tmp_path}/far", [1, 2]
+    with ReplayBuffer(tmp_path / "shard-00000", 3, 9, {"reward": "float"}, publish="step") as buffer:
+        buffer.store_episode(reward=numbers)
+        publish(buffer.folder, url)
+        far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
+        workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+        loader = far.dataloader(2, timestep_level=True, **workers)
+        list(loader)  # the worker has begun, and has just looked
+        monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
+        with buffer.one_episode() as episode:
+            for number in range(3, 9):
+                episode.store(reward=number)
+                publish(buffer.folder, url)
+                numbers.append(number)
+                assert [n for batch in loader for n in batch["reward"].tolist()] == numbers
+
+
+def test_what_a_store_that_failed_did_not_tell_is_looked_for_in_the_next_version(tmp_path, monkeypatch):
+    def fails(objects):
+        raise RemoteError("the store is away")
+
+    url = f"file://{tmp_path}/far"
+    with ReplayBuffer(tmp_path / "shard-00000", 3, 9, {"reward": "float"}, publish="step") as buffer:
+        buffer.store_episode(reward=[0])
+        publish(buffer.folder, url)
+        folders = folders_of(ConcatBuffer.from_root(url, cache=tmp_path / "cache"))
+        zero = np.zeros(1, np.int64)
+        wanted = get_inside("new_anchors")(zero, zero + 1, zero + 1, zero)
+        with buffer.one_episode() as episode:
+            episode.store(reward=1)
+            publish(buffer.folder, url)
+            with monkeypatch.context() as patch:
+                patch.setattr(shards, "read_root", fails)
+                assert folders.catch_up(wanted)
+            assert not folders.catch_up(wanted), "until there is another version"
+            folders.look_anew()
+            folders.refresh()
+            assert folders.find(wanted).anchors.length.tolist() == [1]
+            assert folders.catch_up(wanted._replace(t=zero + 1)), "the episode may have grown"
+
+
+def test_an_epoch_goes_on_in_a_version_that_lacks_the_first_episodes(tmp_path, monkeypatch):
+    """The others stand in other slots there."""
+    url = f"file://{tmp_path}/far"
+    with ReplayBuffer(tmp_path / "shard-00000", 6, 4, {"reward": "float"}, circular=True) as buffer:
+        for number in range(6):
+            buffer.store_episode(reward=[number] * 4)
+        publish(buffer.folder, url)
+        far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
+        batches = iter(far.dataloader(4, timestep_level=True))
+        for number in (6, 7):
+            buffer.store_episode(reward=[number] * 4)
+        publish(buffer.folder, url)
+        monkeypatch.setattr(shards, "LOOK_SECONDS", -1.0)
+        far.refresh()
+        rewards = [set(batch["reward"].tolist()) for batch in batches]
+    assert rewards[2:] == [{2}, {3}, {4}, {5}]
+    assert rewards[0] | rewards[1] <= {*range(2, 8)}
+
+
+def test_an_episode_that_is_gone_is_looked_for_once(tmp_path, monkeypatch):
+    url, looks = f"file://{tmp_path}/far", []
+    with ReplayBuffer(tmp_path / "shard-00000", 3, 9, {"reward": "float"}) as buffer:
+        for number in range(3):
+            buffer.store_episode(reward=[number] * 9)
+        publish(buffer.folder, url)
+        far = ConcatBuffer.from_root(url, cache=tmp_path / "cache")
+        batches = iter(far.dataloader(3, timestep_level=True))
+        buffer.delete([2])
+        publish(buffer.folder, url)
+        monkeypatch.setattr(shards, "read_root", lambda objects: looks.append(objects) or read_root(objects))
+        folders_of(far).look_anew()
+        far.refresh()
+        rewards = [set(batch["reward"].tolist()) for batch in batches]
+    assert rewards[:6] == [{0}] * 3 + [{1}] * 3 and set().union(*rewards[6:]) <= {0, 1}
+    assert len(looks) == 2, "that of `refresh`, and one for the three batches of items that are gone"
 
 
 def test_what_is_there_can_be_read_without_the_store(tmp_path, monkeypatch):
